@@ -1,0 +1,1 @@
+"""Operators of rlk, imported as ``rlk.kernels``; one folder per operator."""

@@ -1,0 +1,64 @@
+"""Backend choice and read-back: which implementation of an operator ran in this process.
+
+There is no fallback. A backend that cannot run here raises; the one that ran reports itself with the hash of its own source.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BACKENDS = ("cpu", "triton", "vendor")
+
+
+class BackendUnavailable(RuntimeError):
+    """The requested backend has no implementation of the operator, or cannot run on the tensor's device."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One (operator, backend, kernel id) that ran in this process, and how often."""
+
+    op: str
+    backend: str
+    kernel_id: str
+    calls: int
+
+
+_lock = threading.Lock()
+_ran: dict[tuple[str, str, str], int] = {}
+
+
+def select(op: str, table: Mapping[str, Callable[..., Any]], backend: str | None, device: torch.device) -> Callable[..., Any]:
+    """Return the implementation of ``op``; ``backend=None`` means the declared one of the device (cpu: "cpu", cuda: "triton")."""
+    name = backend or ("cpu" if device.type == "cpu" else "triton")
+    if name not in BACKENDS:
+        raise BackendUnavailable(f"{op}: unknown backend {name!r}, choose one of {', '.join(BACKENDS)}")
+    if name not in table:
+        raise BackendUnavailable(f"{op}: backend {name!r} is not implemented, available: {', '.join(table)}")
+    if (name == "cpu") != (device.type == "cpu"):
+        raise BackendUnavailable(f"{op}: backend {name!r} cannot run on device {device}")
+    return table[name]
+
+
+def record(op: str, backend: str, kernel_id: str) -> None:
+    """Called by an implementation each time it runs, never by the dispatcher."""
+    with _lock:
+        key = (op, backend, kernel_id)
+        _ran[key] = _ran.get(key, 0) + 1
+
+
+def readback() -> list[Ran]:
+    """Every (operator, backend, kernel id) that ran since the last reset, sorted by operator."""
+    with _lock:
+        return [Ran(*key, calls) for key, calls in sorted(_ran.items())]
+
+
+def reset_readback() -> None:
+    """Forget what ran."""
+    with _lock:
+        _ran.clear()
