@@ -79,7 +79,9 @@ class Numerics:
         for name, size in sizes.items():
             if size % self.canonical_tp:
                 common = math.gcd(size, self.canonical_tp)
-                raise ContractError(f"{name}={size} is not a multiple of canonical_tp={self.canonical_tp}: set canonical_tp={common} or less")
+                raise ContractError(
+                    f"{name}={size} is not a multiple of canonical_tp={self.canonical_tp}: set canonical_tp={common} or less"
+                )
 
 
 DEFAULT = Numerics()

@@ -1,0 +1,89 @@
+"""What travels between the engines and the loop: plain values, checked once when they are built."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rlk.contract.numerics import ContractError
+from rlk.contract.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to generate. prompt_ids: token ids, at least one."""
+
+    sample_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+    def __post_init__(self) -> None:
+        _require_ids(f"request {self.sample_id}", "prompt_ids", self.prompt_ids)
+
+
+@dataclass(frozen=True)
+class Response:
+    """One generated sample.
+
+    token_ids: response tokens. logprobs: natural logarithm per response token, each an exact fp32 value.
+    support: retained ids per response token, ascending, None when sampling did not truncate. finish_reason: the engine's word.
+    cached_tokens: prompt tokens served from the prefix cache. weight_version: version of the weights that generated it.
+    Raises ContractError on a missing or misaligned token, a non-finite or wider logprob, or a token outside its support.
+    """
+
+    sample_id: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    support: tuple[tuple[int, ...], ...] | None
+    finish_reason: str
+    cached_tokens: int
+    weight_version: int
+
+    def __post_init__(self) -> None:
+        who = f"response {self.sample_id}"
+        _require_ids(who, "prompt_ids", self.prompt_ids)
+        _require_ids(who, "token_ids", self.token_ids)
+        if len(self.logprobs) != len(self.token_ids):
+            raise ContractError(f"{who}: {len(self.logprobs)} logprobs for {len(self.token_ids)} tokens: hand over one per token")
+        for position, value in enumerate(self.logprobs):
+            if not math.isfinite(value) or not _is_fp32(value):
+                raise ContractError(
+                    f"{who}: logprob {value!r} at token {position} is not a finite fp32 value: hand over the kernel's result"
+                )
+        if self.support is not None:
+            _require_support(who, self.token_ids, self.support)
+
+    @property
+    def length(self) -> int:
+        """Prompt and response tokens together."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+def _require_ids(who: str, name: str, ids: tuple[int, ...]) -> None:
+    if not ids:
+        raise ContractError(f"{who}: {name} is empty: give at least one token")
+    if min(ids) < 0:
+        raise ContractError(f"{who}: {name} holds {min(ids)}: token ids start at 0")
+
+
+def _require_support(who: str, token_ids: tuple[int, ...], support: tuple[tuple[int, ...], ...]) -> None:
+    if len(support) != len(token_ids):
+        raise ContractError(f"{who}: {len(support)} supports for {len(token_ids)} tokens: hand over the retained ids of every token")
+    for position, (token, kept) in enumerate(zip(token_ids, support)):
+        if any(a >= b for a, b in pairwise(kept)):
+            raise ContractError(f"{who}: support at token {position} is not strictly ascending: sort the retained ids")
+        if token not in kept:
+            raise ContractError(
+                f"{who}: token id {token} at token {position} is outside its own support: record ids where the token is drawn"
+            )
+
+
+def _is_fp32(value: float) -> bool:
+    try:
+        exact: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return False
+    return exact == value
