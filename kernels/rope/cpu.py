@@ -1,0 +1,62 @@
+"""CPU backend of rope as ``torch.library`` operators; arithmetic in rope.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rlk.kernels._native import NativeLibrary
+
+LIBRARY = NativeLibrary("rope", Path(__file__).with_name("rope.cpp"))
+
+
+def build_table(inv_freq: torch.Tensor, max_positions: int) -> torch.Tensor:
+    table = torch.empty(2, max_positions, inv_freq.numel(), dtype=torch.float32)
+    LIBRARY.call("rope_table", inv_freq, table, max_positions, inv_freq.numel(), op="rope.table")
+    return table
+
+
+def _rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
+    length = table.shape[1]
+    outside = ((positions < 0) | (positions >= length)).nonzero()
+    if outside.numel():
+        row = int(outside[0])
+        raise IndexError(
+            f"rope: position {int(positions[row])} of token {row} is outside the table of {length} positions: build a longer table"
+        )
+    tokens, heads, dim = x.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    op = "rope.backward" if inverse else "rope"
+    LIBRARY.call(
+        "rope_apply", x.contiguous(), positions.contiguous(), table.contiguous(), y, tokens, heads, dim // 2, length, int(inverse), op=op
+    )  # fmt: skip
+    return y
+
+
+@torch.library.custom_op("rlk::rope", mutates_args=(), device_types="cpu")
+def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return _rotate(x, positions, table, inverse=False)
+
+
+@torch.library.custom_op("rlk::rope_backward", mutates_args=(), device_types="cpu")
+def rope_backward(dy: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return _rotate(dy, positions, table, inverse=True)
+
+
+@rope.register_fake
+@rope_backward.register_fake
+def _(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, positions, table = inputs
+    ctx.save_for_backward(positions, table)
+
+
+def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+    return torch.ops.rlk.rope_backward(dy, *ctx.saved_tensors), None, None
+
+
+rope.register_autograd(_backward, setup_context=_setup)
