@@ -1,0 +1,1 @@
+"""The reinforcement-learning loop: task, checkpoint preparation, plan, controller, weight publication."""
