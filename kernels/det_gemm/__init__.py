@@ -1,0 +1,80 @@
+"""det_gemm: bf16 matrix product whose every element is summed in one fixed order, whatever the shape, tile or thread count."""
+
+from __future__ import annotations
+
+import torch
+
+from rlk.contract.numerics import is_power_of_two
+from rlk.kernels.det_gemm import cpu
+from rlk.kernels.dispatch import select
+
+_FORWARD = {"cpu": cpu.det_gemm}
+_WEIGHT_GRAD = {"cpu": cpu.det_gemm_weight_grad}
+
+
+def check_product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, grad_splits: int) -> None:
+    """Raise ValueError unless x [T, K] and w [N, K] are bf16 and the leaf counts are powers of two that divide K and N."""
+    if x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16:
+        raise ValueError(f"{op}: x {x.dtype} and w {w.dtype} must both be bf16")
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"{op}: x {tuple(x.shape)} and w {tuple(w.shape)} must be [T, K] and [N, K]")
+    for name, count, size in (("splits", splits, w.shape[1]), ("grad_splits", grad_splits, w.shape[0])):
+        if not is_power_of_two(count) or size % count:
+            raise ValueError(f"{op}: {name}={count} must be a power of two that divides {size}")
+
+
+def check_weight_grad(op: str, x: torch.Tensor, dy: torch.Tensor, leaf_index: torch.Tensor, leaf_offsets: torch.Tensor) -> None:
+    """Raise ValueError unless x [T, K] and dy [T, N] are bf16 and the leaves are int64, in order, and name only rows that exist."""
+    if x.dtype != torch.bfloat16 or dy.dtype != torch.bfloat16:
+        raise ValueError(f"{op}: x {x.dtype} and dy {dy.dtype} must both be bf16")
+    if x.dim() != 2 or dy.dim() != 2 or x.shape[0] != dy.shape[0]:
+        raise ValueError(f"{op}: x {tuple(x.shape)} and dy {tuple(dy.shape)} must be [T, K] and [T, N]")
+    if leaf_index.dtype != torch.int64 or leaf_offsets.dtype != torch.int64 or leaf_index.dim() != 1 or leaf_offsets.dim() != 1:
+        raise ValueError(f"{op}: leaf_index and leaf_offsets must be one-dimensional int64 tensors, as token_leaves gives them")
+    offsets = leaf_offsets.tolist()
+    if not is_power_of_two(len(offsets) - 1) or offsets[0] != 0 or offsets[-1] != leaf_index.numel() or offsets != sorted(offsets):
+        raise ValueError(f"{op}: leaf_offsets {offsets} must rise from 0 to {leaf_index.numel()} over a power-of-two number of leaves")
+    if leaf_index.numel() and not -1 <= int(leaf_index.min()) <= int(leaf_index.max()) < x.shape[0]:
+        raise ValueError(f"{op}: leaf_index must hold rows 0…{x.shape[0] - 1} or -1 for fill")
+
+
+def det_gemm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    splits: int = 1,
+    grad_splits: int = 1,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """y = x·wᵀ with fp32 accumulation and one rounding at the end.
+
+    x: [T, K] bf16; w: [N, K] bf16; returns [T, N] in out_dtype (bf16, or fp32 for the unrounded sums).
+    Reduction order: ``splits`` contiguous leaves of K. In a leaf, one fp32 accumulator from +0 and groups of 16 products counted from the
+    leaf's first k, the tail filled with +0. On the CPU a group is a row tree, fma(a[i], b[i], a[i+8]·b[i+8]) for i < 8 and then upper half onto
+    lower, then added to the accumulator once. Leaves are joined in fp32 by the tree of adjacent pairs. Contract, contraction rules 1, 2.
+    No element depends on T, N, its position, or the number of threads. NaN and Inf propagate; a NaN result is the quiet NaN 0x7fc0(0000).
+    Differentiable in x only: dx = bf16(dy·w), contracted over N in ``grad_splits`` leaves, dy taken as bf16. The gradient of w is
+    :func:`det_gemm_weight_grad`, in fp32, outside autograd (which would cast it).
+    Raises ValueError on a wrong shape or dtype or a leaf count that does not divide, BackendUnavailable for a backend that cannot run here.
+    """
+    check_product("det_gemm", x, w, splits, grad_splits)
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"det_gemm: out_dtype {out_dtype} must be torch.bfloat16 or torch.float32")
+    result: torch.Tensor = select("det_gemm", _FORWARD, backend, x.device)(x, w, splits, grad_splits, out_dtype)
+    return result
+
+
+def det_gemm_weight_grad(
+    x: torch.Tensor, dy: torch.Tensor, leaf_index: torch.Tensor, leaf_offsets: torch.Tensor, *, backend: str | None = None
+) -> torch.Tensor:
+    """Gradient of w: Σ over tokens of dy[t, n]·x[t, k], [N, K] fp32.
+
+    x: [T, K] bf16; dy: [T, N] bf16. leaf_index: [n] int64 token rows (-1 = +0 fill), leaf_offsets: [leaves+1] int64, both from
+    ``rlk.contract.topology.token_leaves``. Reduction order: token order (groups of 16 inside a leaf, one fp32 accumulator per leaf, tree of
+    adjacent pairs over leaves; contract, contraction rule 3).
+    Raises ValueError on a wrong shape or dtype or on leaves that do not fit the tokens.
+    """
+    check_weight_grad("det_gemm", x, dy, leaf_index, leaf_offsets)
+    result: torch.Tensor = select("det_gemm.weight_grad", _WEIGHT_GRAD, backend, x.device)(x, dy, leaf_index, leaf_offsets)
+    return result

@@ -1,0 +1,81 @@
+"""CPU backend of det_gemm as ``torch.library`` operators; arithmetic in det_gemm.cpp.
+
+The three contractions are one C++ function with different strides. ``op`` names the operator that asked, so that lm_head, which shares
+this library, is read back under its own name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rlk.kernels._native import NativeLibrary
+
+LIBRARY = NativeLibrary("det_gemm", Path(__file__).with_name("det_gemm.cpp"))
+
+
+def product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """x·wᵀ: [T, K] and [N, K] to [T, N], contracted over K in ``splits`` leaves."""
+    x, w = x.contiguous(), w.contiguous()
+    (rows, k), columns = x.shape, w.shape[0]
+    out = torch.empty(rows, columns, dtype=out_dtype)
+    bf16 = int(out_dtype == torch.bfloat16)
+    LIBRARY.call("det_gemm", x, k, 1, w, k, 1, None, None, splits, out, bf16, rows, columns, k, op=op)
+    return out
+
+
+def input_grad(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
+    """dy·w: [T, N] and [N, K] to [T, K] bf16, contracted over N in ``splits`` leaves."""
+    dy, w = dy.to(torch.bfloat16).contiguous(), w.contiguous()
+    (rows, n), k = dy.shape, w.shape[1]
+    out = torch.empty(rows, k, dtype=torch.bfloat16)
+    LIBRARY.call("det_gemm", dy, n, 1, w, 1, k, None, None, splits, out, 1, rows, k, n, op=op)
+    return out
+
+
+def weight_grad(op: str, x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """dyᵀ·x: [T, K] and [T, N] to [N, K] fp32, contracted over tokens in leaf order."""
+    x, dy = x.contiguous(), dy.contiguous()
+    k, n = x.shape[1], dy.shape[1]
+    out = torch.empty(n, k, dtype=torch.float32)
+    index, offsets = index.contiguous(), offsets.contiguous()
+    LIBRARY.call("det_gemm", dy, 1, n, x, 1, k, index, offsets, offsets.numel() - 1, out, 0, n, k, index.numel(), op=op)
+    return out
+
+
+@torch.library.custom_op("rlk::det_gemm", mutates_args=(), device_types="cpu")
+def det_gemm(x: torch.Tensor, w: torch.Tensor, splits: int, grad_splits: int, out_dtype: torch.dtype) -> torch.Tensor:
+    return product("det_gemm", x, w, splits, out_dtype)
+
+
+@det_gemm.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, splits: int, grad_splits: int, out_dtype: torch.dtype) -> torch.Tensor:
+    return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
+
+
+@torch.library.custom_op("rlk::det_gemm_input_grad", mutates_args=(), device_types="cpu")
+def det_gemm_input_grad(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
+    return input_grad("det_gemm.input_grad", dy, w, splits)
+
+
+@det_gemm_input_grad.register_fake
+def _(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
+    return dy.new_empty(dy.shape[0], w.shape[1], dtype=torch.bfloat16)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, w, _, ctx.grad_splits, _ = inputs
+    ctx.save_for_backward(w)
+
+
+def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+    (w,) = ctx.saved_tensors
+    return torch.ops.rlk.det_gemm_input_grad(dy, w, ctx.grad_splits), None, None, None, None
+
+
+det_gemm.register_autograd(_backward, setup_context=_setup)
+
+
+def det_gemm_weight_grad(x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return weight_grad("det_gemm.weight_grad", x, dy, index, offsets)

@@ -1,0 +1,38 @@
+"""lm_head: hidden states to fp32 logits, which stay unrounded."""
+
+from __future__ import annotations
+
+import torch
+
+from rlk.kernels.det_gemm import check_product, check_weight_grad
+from rlk.kernels.dispatch import select
+from rlk.kernels.lm_head import cpu
+
+_FORWARD = {"cpu": cpu.lm_head}
+_WEIGHT_GRAD = {"cpu": cpu.lm_head_weight_grad}
+
+
+def lm_head(h: torch.Tensor, w: torch.Tensor, *, grad_splits: int = 8, backend: str | None = None) -> torch.Tensor:
+    """logits = h·wᵀ, fp32.
+
+    h: [T, H] bf16; w: [V, H] bf16; returns [T, V] fp32. Reduction order: plain order over H (see :func:`rlk.kernels.det_gemm.det_gemm`).
+    Differentiable in h only: dh = bf16(dlogits·w), contracted over V in ``grad_splits`` contiguous leaves (the vocabulary shards), split
+    order, dlogits taken as bf16. Raises ValueError on a wrong shape or dtype or if grad_splits does not divide V,
+    BackendUnavailable for a backend that cannot run here.
+    """
+    check_product("lm_head", h, w, 1, grad_splits)
+    result: torch.Tensor = select("lm_head", _FORWARD, backend, h.device)(h, w, grad_splits)
+    return result
+
+
+def lm_head_weight_grad(
+    h: torch.Tensor, dlogits: torch.Tensor, leaf_index: torch.Tensor, leaf_offsets: torch.Tensor, *, backend: str | None = None
+) -> torch.Tensor:
+    """Gradient of w: Σ over tokens of dlogits[t, v]·h[t, i], [V, H] fp32, token order.
+
+    h: [T, H] bf16; dlogits: [T, V] bf16. leaf_index: [n] int64 token rows (-1 = +0 fill), leaf_offsets: [leaves+1] int64, both from
+    ``rlk.contract.topology.token_leaves``. Raises ValueError on a wrong shape or dtype or on leaves that do not fit the tokens.
+    """
+    check_weight_grad("lm_head", h, dlogits, leaf_index, leaf_offsets)
+    result: torch.Tensor = select("lm_head.weight_grad", _WEIGHT_GRAD, backend, h.device)(h, dlogits, leaf_index, leaf_offsets)
+    return result
