@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlk.kernels.dispatch import select
+from rlk.kernels.leaves import check_leaves
 from rlk.kernels.rms_norm import cpu
 
 _FORWARD = {"cpu": cpu.rms_norm}
@@ -20,7 +21,9 @@ def rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float, *, backend: str |
     Raises ValueError on a wrong shape or dtype, BackendUnavailable for a backend that cannot run here.
     """
     if x.dtype != torch.bfloat16 or gamma.dtype != torch.bfloat16 or gamma.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm: x {tuple(x.shape)} {x.dtype} and gamma {tuple(gamma.shape)} {gamma.dtype} must be bf16 with equal width")
+        raise ValueError(
+            f"rms_norm: x {tuple(x.shape)} {x.dtype} and gamma {tuple(gamma.shape)} {gamma.dtype} must be bf16 with equal width"
+        )
     result: torch.Tensor = select("rms_norm", _FORWARD, backend, x.device)(x, gamma, eps)
     return result
 
@@ -32,6 +35,12 @@ def rms_norm_gamma_grad(
 
     x, dy: [tokens, width] bf16. leaf_index: [n] int64 token rows (−1 = +0 fill), leaf_offsets: [leaves+1] int64, both from
     ``rlk.contract.topology.token_leaves``. Reduction order: token order (groups of 16 inside a leaf, tree over leaves).
+    Raises ValueError on a wrong shape or dtype or on leaves that name other rows.
     """
-    result: torch.Tensor = select("rms_norm.gamma_grad", _GAMMA_GRAD, backend, x.device)(x, dy, eps, leaf_index, leaf_offsets, 1, 1)
+    if x.dtype != torch.bfloat16 or dy.dtype != torch.bfloat16 or x.ndim != 2 or dy.shape != x.shape:
+        raise ValueError(
+            f"rms_norm_gamma_grad: x {tuple(x.shape)} {x.dtype} and dy {tuple(dy.shape)} {dy.dtype} must be equal bf16 [tokens, width]"
+        )
+    check_leaves("rms_norm_gamma_grad", leaf_index, leaf_offsets, x.shape[0])
+    result: torch.Tensor = select("rms_norm.gamma_grad", _GAMMA_GRAD, backend, x.device)(x, dy, eps, leaf_index, leaf_offsets)
     return result

@@ -52,11 +52,18 @@ def _backward(ctx, dy):  # type: ignore[no-untyped-def]
 rms_norm.register_autograd(_backward, setup_context=_setup)
 
 
-def gamma_grad(x: torch.Tensor, dy: torch.Tensor, eps: float, index: torch.Tensor, offsets: torch.Tensor, heads: int, shards: int) -> torch.Tensor:
+def gamma_roots(
+    x: torch.Tensor, dy: torch.Tensor, eps: float, index: torch.Tensor, offsets: torch.Tensor, heads: int, shards: int, op: str
+) -> torch.Tensor:
+    """Gradient of gamma of every shard of heads, leaves joined, shards not: [shards, width] fp32."""
     width = x.shape[-1]
-    out = torch.empty(width, dtype=torch.float32)
+    out = torch.empty(shards, width, dtype=torch.float32)
     LIBRARY.call(
         "rms_norm_gamma_grad", x.contiguous(), dy.contiguous(), index.contiguous(), offsets.contiguous(), out,
-        offsets.numel() - 1, heads, shards, width, float(eps), op="rms_norm.gamma_grad",
+        offsets.numel() - 1, heads, shards, width, float(eps), op=op,
     )  # fmt: skip
     return out
+
+
+def gamma_grad(x: torch.Tensor, dy: torch.Tensor, eps: float, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return gamma_roots(x, dy, eps, index, offsets, 1, 1, "rms_norm.gamma_grad")[0]

@@ -55,10 +55,10 @@ void rms_norm_backward(const uint16_t* x, const uint16_t* gamma, const uint16_t*
   }
 }
 
-// dgamma[i] = Σ dy·bf16(x̂) in token order: leaf l adds, from +0 and ascending, the rows index[offsets[l] … offsets[l+1]) in groups of 16
-// (row −1 is fill, +0); leaves are joined by the tree of adjacent pairs. Each row of x holds `heads` vectors of `width`.
-// shards > 1 (q/k norm): one accumulator per (shard, leaf) over rows then the shard's heads ascending; leaf tree, then shard tree.
-void rms_norm_gamma_grad(const uint16_t* x, const uint16_t* dy, const int64_t* index, const int64_t* offsets, float* dgamma, int64_t leaves,
+// roots[s, i] = Σ dy·bf16(x̂) of shard s in token order: leaf l adds, from +0 and ascending, the rows index[offsets[l] … offsets[l+1]) in
+// groups of 16 (row −1 is fill, +0); leaves are joined by the tree of adjacent pairs. Each row of x holds `heads` vectors of `width`;
+// shard s takes its heads/shards of them in ascending order before the next row.
+void rms_norm_gamma_grad(const uint16_t* x, const uint16_t* dy, const int64_t* index, const int64_t* offsets, float* roots, int64_t leaves,
                          int64_t heads, int64_t shards, int64_t width, float eps) {
   const int64_t per_shard = heads / shards;
   std::vector<float> acc(shards * leaves * width, 0.0f);
@@ -72,33 +72,28 @@ void rms_norm_gamma_grad(const uint16_t* x, const uint16_t* dy, const int64_t* i
         int64_t filled = 0;
         auto flush = [&]() {
           if (!filled) return;
-          for (int64_t j = filled; j < kGroup; ++j)
-            for (int64_t i = 0; i < width; ++i) group[j * width + i] = 0.0f;
-          for (int64_t half = kGroup / 2; half >= 1; half /= 2)
-            for (int64_t j = 0; j < half; ++j)
-              for (int64_t i = 0; i < width; ++i) group[j * width + i] += group[(j + half) * width + i];
+          std::fill(group.begin() + filled * width, group.end(), 0.0f);
+          for (int64_t half = kGroup / 2 * width; half >= width; half /= 2)
+            for (int64_t i = 0; i < half; ++i) group[i] += group[i + half];
           for (int64_t i = 0; i < width; ++i) out[i] += group[i];
           filled = 0;
         };
-        for (int64_t t = offsets[l]; t < offsets[l + 1]; ++t) {
+        for (int64_t t = offsets[l]; t < offsets[l + 1]; ++t)
           for (int64_t h = s * per_shard; h < (s + 1) * per_shard; ++h) {
             float* slot = group.data() + filled * width;
             if (index[t] < 0) {
-              for (int64_t i = 0; i < width; ++i) slot[i] = 0.0f;
+              std::fill(slot, slot + width, 0.0f);
             } else {
               const int64_t at = (index[t] * heads + h) * width;
               const float rstd = rstd_of(x + at, scratch.data(), width, eps);
-              for (int64_t i = 0; i < width; ++i)
-                slot[i] = from_bf16(dy[at + i]) * from_bf16(to_bf16(from_bf16(x[at + i]) * rstd));
+              for (int64_t i = 0; i < width; ++i) slot[i] = from_bf16(dy[at + i]) * from_bf16(to_bf16(from_bf16(x[at + i]) * rstd));
             }
             if (++filled == kGroup) flush();
           }
-        }
         flush();
       }
   }
   for (int64_t s = 0; s < shards; ++s)
-    for (int64_t i = 0; i < width; ++i) pair_tree_sum(acc.data() + s * leaves * width + i, leaves, width);
-  for (int64_t i = 0; i < width; ++i) dgamma[i] = pair_tree_sum(acc.data() + i, shards, leaves * width);
+    for (int64_t i = 0; i < width; ++i) roots[s * width + i] = pair_tree_sum(acc.data() + s * leaves * width + i, leaves, width);
 }
 }

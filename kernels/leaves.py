@@ -1,0 +1,24 @@
+"""Validation of token leaves, shared by every weight gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from rlk.contract.numerics import is_power_of_two
+
+
+def check_leaves(op: str, index: torch.Tensor, offsets: torch.Tensor, rows: int) -> None:
+    """Refuse, before any launch, leaves that do not fit ``rows`` tokens.
+
+    index: [n] int64 token rows in [-1, rows); offsets: [leaves + 1] int64, 0 … n ascending, leaves a power of two
+    (``rlk.contract.topology.token_leaves`` or a rank's own part of them). Raises ValueError.
+    """
+    if index.dtype != torch.int64 or offsets.dtype != torch.int64 or index.ndim != 1 or offsets.ndim != 1:
+        raise ValueError(
+            f"{op}: leaf_index {tuple(index.shape)} {index.dtype} and leaf_offsets {tuple(offsets.shape)} {offsets.dtype} must be int64 vectors"
+        )
+    edges = offsets.tolist()
+    if not is_power_of_two(len(edges) - 1) or edges[0] != 0 or edges[-1] != index.numel() or edges != sorted(edges):
+        raise ValueError(f"{op}: leaf_offsets {edges} must ascend from 0 to {index.numel()} over a power of two of leaves")
+    if index.numel() and (int(index.min()) < -1 or int(index.max()) >= rows):
+        raise ValueError(f"{op}: leaf_index holds rows {int(index.min())}…{int(index.max())}, only -1…{rows - 1} exist")
