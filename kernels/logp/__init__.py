@@ -1,0 +1,140 @@
+"""logp: log-probability of one selected token per row of fp32 logits.
+
+Reduction order (contract, "Logprob"), t = z/T by IEEE division:
+
+1. The vocabulary is ``shards`` shards of padded_vocab/shards columns; a shard is cut in tiles of ``vocab_tile``, the last one short.
+2. A tile gives (m, s): m = max t, s = Σ exp(t − m) by row tree. Columns off the support count +0 in place; they are never compacted away.
+3. Tiles merge ascending inside a shard, shards by the tree of adjacent pairs, without FMA:
+   m = max(m₁, m₂), s = s₁·exp(m₁ − m) + s₂·exp(m₂ − m). A state without mass leaves the other's bytes alone.
+4. LSE = m + log s; logp = t[id] − LSE.
+
+Backward, each step rounded to fp32: p = exp(t − LSE); a = [j = id] − p; b = seed·a; c = b/T; dlogits = bf16(c) widened to fp32.
+Off the support dlogits is +0.
+
+A NaN or +inf in a supported logit makes the row's results NaN, never hides; −inf is a column of probability zero. The callers of a
+strict path refuse all three before they get here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlk.kernels.dispatch import select
+from rlk.kernels.logp import cpu
+
+_FORWARD = {"cpu": cpu.logp}
+
+
+def logp(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    vocab_size: int,
+    padded_vocab: int,
+    shards: int = 8,
+    vocab_tile: int = 1024,
+    support: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Log-probability [T] fp32 of ``ids`` under softmax(logits/temperature) over the support.
+
+    logits: [T, width] fp32, width <= padded_vocab; columns >= vocab_size and missing ones are off the support, and any width that
+    holds the supported columns gives the same bytes. ids: [T] int64. temperature: [T] fp32, positive and finite.
+    support: [T, width] bool, None for every real column. active: [T] bool, None for all; an inactive row is not read, its id may be
+    anything, and its logp and gradient are +0.
+    Differentiable in logits: the gradient is fp32 and holds bf16 values. Order of reduction: see the module.
+    Raises ValueError before any launch: wrong shapes or dtypes, a temperature that is not positive and finite, a selected id that is
+    padded, out of range or outside its support, a support that holds a padded id. BackendUnavailable: the backend cannot run here.
+    """
+    return logp_with_lse(
+        logits, ids, temperature, vocab_size=vocab_size, padded_vocab=padded_vocab, shards=shards, vocab_tile=vocab_tile,
+        support=support, active=active, backend=backend,
+    )[0]  # fmt: skip
+
+
+def logp_with_lse(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    vocab_size: int,
+    padded_vocab: int,
+    shards: int = 8,
+    vocab_tile: int = 1024,
+    support: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`logp` and the LSE [T] fp32 of z/T over the support (natural log, not differentiable; +0 in inactive rows)."""
+    _require_shapes(logits, ids, temperature, support, active)
+    if shards < 1 or shards & (shards - 1) or padded_vocab % shards:
+        raise ValueError(f"logp: shards={shards} must be a power of two that divides padded_vocab={padded_vocab}")
+    if not 0 < vocab_size <= padded_vocab or logits.shape[1] > padded_vocab or vocab_tile < 1:
+        raise ValueError(
+            f"logp: vocab_size={vocab_size}, width={logits.shape[1]}, vocab_tile={vocab_tile} do not fit padded_vocab={padded_vocab}"
+        )
+    _require_values(ids, temperature, support, active, vocab_size, logits.shape[1])
+    implementation = select("logp", _FORWARD, backend, logits.device)
+    result: tuple[torch.Tensor, torch.Tensor] = implementation(
+        logits, ids, temperature, support, active, vocab_size, padded_vocab, shards, vocab_tile
+    )
+    return result
+
+
+def support_mask(supports: Sequence[Sequence[int] | None], vocab_size: int, *, width: int | None = None) -> torch.Tensor:
+    """Mask [T, width] bool (width defaults to vocab_size) that holds each row's ids; None stands for every real column.
+
+    Raises ValueError naming row and id for an id outside [0, vocab_size).
+    """
+    mask = torch.zeros(len(supports), vocab_size if width is None else width, dtype=torch.bool)
+    for row, ids in enumerate(supports):
+        if ids is None:
+            mask[row, :vocab_size] = True
+            continue
+        for outside in (i for i in ids if not 0 <= i < vocab_size):
+            raise ValueError(f"support_mask: row {row} holds id {outside}, outside the vocabulary of {vocab_size}")
+        mask[row, torch.tensor(ids, dtype=torch.int64)] = True
+    return mask
+
+
+def _require_shapes(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None, active: torch.Tensor | None
+) -> None:
+    if logits.dtype != torch.float32 or logits.ndim != 2:
+        raise ValueError(f"logp: logits {tuple(logits.shape)} {logits.dtype} must be [T, width] float32")
+    rows = logits.shape[:1]
+    for name, tensor, shape, dtype in (
+        ("ids", ids, rows, torch.int64),
+        ("temperature", temperature, rows, torch.float32),
+        ("support", support, logits.shape, torch.bool),
+        ("active", active, rows, torch.bool),
+    ):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+            raise ValueError(f"logp: {name} {tuple(tensor.shape)} {tensor.dtype} must be {tuple(shape)} {dtype}, one per row of logits")
+
+
+def _require_values(
+    ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None, active: torch.Tensor | None, vocab_size: int, width: int
+) -> None:
+    """Refuse what the kernel could not score, before it runs. Inactive rows are not looked at."""
+    rows = torch.arange(ids.shape[0], device=ids.device) if active is None else active.nonzero()[:, 0]
+    ids, temperature = ids[rows], temperature[rows]
+    real = min(vocab_size, width)
+
+    def refuse(bad: torch.Tensor, why: str) -> None:
+        for at in bad.nonzero()[:1, 0].tolist():
+            raise ValueError(f"logp: row {int(rows[at])} selects id {int(ids[at])}, {why}")
+
+    for at in (~(torch.isfinite(temperature) & (temperature > 0))).nonzero()[:1, 0].tolist():
+        raise ValueError(
+            f"logp: row {int(rows[at])} has temperature {float(temperature[at])}: it must be positive and finite (score greedy at 1)"
+        )
+    refuse((ids < 0) | (ids >= real), f"outside the {real} real columns")
+    if support is not None:
+        for at, column in support[rows, vocab_size:].nonzero()[:1].tolist():
+            raise ValueError(f"logp: row {int(rows[at])} supports id {vocab_size + column}, padding of a vocabulary of {vocab_size}")
+        refuse(~support[rows, ids], "outside its own support")

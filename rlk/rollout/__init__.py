@@ -1,0 +1,1 @@
+"""Rollout engines, one adapter each, and the strict sampler they share."""
