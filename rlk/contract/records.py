@@ -27,7 +27,7 @@ class Request:
 class Response:
     """One generated sample.
 
-    token_ids: response tokens. logprobs: natural logarithm per response token, each an exact fp32 value.
+    token_ids: response tokens, possibly none (a refused or empty response, which the loop reports). logprobs: natural logarithm per response token, each an exact fp32 value.
     support: retained ids per response token, ascending, None when sampling did not truncate. finish_reason: the engine's word.
     cached_tokens: prompt tokens served from the prefix cache. weight_version: version of the weights that generated it.
     Raises ContractError on a missing or misaligned token, a non-finite or wider logprob, or a token outside its support.
@@ -45,7 +45,7 @@ class Response:
     def __post_init__(self) -> None:
         who = f"response {self.sample_id}"
         _require_ids(who, "prompt_ids", self.prompt_ids)
-        _require_ids(who, "token_ids", self.token_ids)
+        _require_non_negative(who, "token_ids", self.token_ids)
         if len(self.logprobs) != len(self.token_ids):
             raise ContractError(f"{who}: {len(self.logprobs)} logprobs for {len(self.token_ids)} tokens: hand over one per token")
         for position, value in enumerate(self.logprobs):
@@ -65,7 +65,11 @@ class Response:
 def _require_ids(who: str, name: str, ids: tuple[int, ...]) -> None:
     if not ids:
         raise ContractError(f"{who}: {name} is empty: give at least one token")
-    if min(ids) < 0:
+    _require_non_negative(who, name, ids)
+
+
+def _require_non_negative(who: str, name: str, ids: tuple[int, ...]) -> None:
+    if ids and min(ids) < 0:
         raise ContractError(f"{who}: {name} holds {min(ids)}: token ids start at 0")
 
 
