@@ -2,6 +2,7 @@
 
 A library is cached under a hash of its sources, the shared headers, the flags, the compiler and the CPU's features, so that no
 other checkout's or machine's build can be loaded. Flags keep the contract: no contraction, no reassociation, no flush to zero.
+-fno-trapping-math changes no value, only whether a select may become a vector blend (exp_ runs about four times faster).
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from filelock import FileLock
 from rlk.kernels.dispatch import record
 
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-fast-math", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Werror=return-type")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-fast-math",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-Wall",
+    "-Werror=return-type",
+)
 
 Argument = torch.Tensor | int | float | None
 

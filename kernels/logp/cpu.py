@@ -28,10 +28,10 @@ def logp(
     vocab_tile: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = logits.shape
-    out, lse = torch.empty(rows), torch.empty(rows)
+    out, lse = logits.new_empty(rows), logits.new_empty(rows)
     LIBRARY.call(
-        "logp_forward", logits.contiguous(), ids.contiguous(), temperature.contiguous(), _contiguous(support), _contiguous(active), out, lse,
-        rows, width, vocab_size, padded_vocab, shards, vocab_tile,
+        "logp_forward", logits.contiguous(), ids.contiguous(), temperature.contiguous(), _contiguous(support), _contiguous(active),
+        out, lse, rows, width, vocab_size, padded_vocab, shards, vocab_tile,
     )  # fmt: skip
     return out, lse
 
