@@ -14,9 +14,8 @@ def check_leaves(op: str, index: torch.Tensor, offsets: torch.Tensor, rows: int)
     (``rlk.contract.topology.token_leaves`` or a rank's own part of them). Raises ValueError.
     """
     if index.dtype != torch.int64 or offsets.dtype != torch.int64 or index.ndim != 1 or offsets.ndim != 1:
-        raise ValueError(
-            f"{op}: leaf_index {tuple(index.shape)} {index.dtype} and leaf_offsets {tuple(offsets.shape)} {offsets.dtype} must be int64 vectors"
-        )
+        shapes = f"leaf_index {tuple(index.shape)} {index.dtype} and leaf_offsets {tuple(offsets.shape)} {offsets.dtype}"
+        raise ValueError(f"{op}: {shapes} must be int64 vectors")
     edges = offsets.tolist()
     if not is_power_of_two(len(edges) - 1) or edges[0] != 0 or edges[-1] != index.numel() or edges != sorted(edges):
         raise ValueError(f"{op}: leaf_offsets {edges} must ascend from 0 to {index.numel()} over a power of two of leaves")

@@ -22,7 +22,8 @@ def qk_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float, *, backend: str | 
     """
     if x.dtype != torch.bfloat16 or gamma.dtype != torch.bfloat16 or x.ndim != 3 or gamma.shape != x.shape[-1:]:
         raise ValueError(
-            f"qk_norm: x {tuple(x.shape)} {x.dtype} must be bf16 [tokens, heads, dim] and gamma {tuple(gamma.shape)} {gamma.dtype} bf16 [dim]"
+            f"qk_norm: x {tuple(x.shape)} {x.dtype} must be bf16 [tokens, heads, dim] "
+            f"and gamma {tuple(gamma.shape)} {gamma.dtype} bf16 [dim]"
         )
     result: torch.Tensor = select("qk_norm", _FORWARD, backend, x.device)(x, gamma, eps)
     return result

@@ -1,0 +1,55 @@
+"""CPU backend of embedding as a ``torch.library`` operator; arithmetic in embedding.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rlk.kernels._native import NativeLibrary
+
+LIBRARY = NativeLibrary("embedding", Path(__file__).with_name("embedding.cpp"))
+
+
+def _check_ids(ids: torch.Tensor, size: int) -> None:
+    bad = ((ids < 0) | (ids >= size)).nonzero()
+    if bad.numel():
+        row = int(bad[0])
+        raise IndexError(f"embedding: id {int(ids[row])} at position {row} is outside 0…{size - 1}: drop masked tokens before the lookup")
+
+
+@torch.library.custom_op("rlk::embedding", mutates_args=(), device_types="cpu")
+def embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    _check_ids(ids, vocab_size)
+    tokens, width = ids.numel(), weight.shape[1]
+    y = weight.new_empty(tokens, width)
+    LIBRARY.call("embedding_forward", ids.contiguous(), weight.contiguous(), y, tokens, width)
+    return y
+
+
+@embedding.register_fake
+def _(ids: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    return weight.new_empty(ids.shape[0], weight.shape[1])
+
+
+def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+    return None, None, None
+
+
+embedding.register_autograd(_backward)
+
+
+def weight_grad(ids: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    at = (index >= 0).nonzero()[:, 0]
+    token, leaf = index[at], torch.searchsorted(offsets[1:], at, right=True)
+    used = ids[token]
+    _check_ids(used, rows)
+    used, order = torch.sort(used, stable=True)
+    run_ids, counts = torch.unique_consecutive(used, return_counts=True)
+    begin = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    dweight = torch.zeros(rows, dy.shape[1], dtype=torch.float32)
+    LIBRARY.call(
+        "embedding_weight_grad", run_ids, begin, token[order], leaf[order], dy.contiguous(), dweight,
+        run_ids.numel(), offsets.numel() - 1, dy.shape[1], op="embedding.weight_grad",
+    )  # fmt: skip
+    return dweight
