@@ -7,6 +7,7 @@ Equality is promised between two runs only if all of these fields agree.
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -32,6 +33,15 @@ def ceil_to(value: int, multiple: int) -> int:
 def padded_vocab_size(vocab_size: int, canonical_tp: int) -> int:
     """Vocabulary rows after padding: the next multiple of 128·canonical_tp (Qwen3 at 8: 151936 → 152576)."""
     return ceil_to(vocab_size, 128 * canonical_tp)
+
+
+def round_fp32(value: float) -> float:
+    """The fp32 value nearest to ``value`` (ties to even), as a Python float; infinite beyond the fp32 range."""
+    try:
+        nearest: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return nearest
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,10 @@ class Numerics:
     def as_dict(self) -> dict[str, int | str]:
         """Plain fields plus the contract version, as recorded with results."""
         return {"contract_version": CONTRACT_VERSION, **asdict(self)}
+
+    def record(self, vocab_size: int, backend: str) -> dict[str, int | str]:
+        """Everything within one value of which equality is promised: the fields, the padded vocabulary and the backend."""
+        return {**self.as_dict(), "padded_vocab": padded_vocab_size(vocab_size, self.canonical_tp), "backend": backend}
 
     def require_divides(self, **sizes: int) -> None:
         """Raise unless canonical_tp divides every given size (query heads, KV heads, intermediate size, padded vocabulary)."""

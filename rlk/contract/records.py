@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rlk.contract.numerics import ContractError
+from rlk.contract.numerics import ContractError, round_fp32
 from rlk.contract.sampling import SamplingParams
 
 
@@ -27,7 +26,8 @@ class Request:
 class Response:
     """One generated sample.
 
-    token_ids: response tokens, possibly none (a refused or empty response, which the loop reports). logprobs: natural logarithm per response token, each an exact fp32 value.
+    token_ids: response tokens, possibly none (a refused or empty response, which the loop reports).
+    logprobs: natural logarithm per response token, each an exact fp32 value.
     support: retained ids per response token, ascending, None when sampling did not truncate. finish_reason: the engine's word.
     cached_tokens: prompt tokens served from the prefix cache. weight_version: version of the weights that generated it.
     Raises ContractError on a missing or misaligned token, a non-finite or wider logprob, or a token outside its support.
@@ -49,7 +49,7 @@ class Response:
         if len(self.logprobs) != len(self.token_ids):
             raise ContractError(f"{who}: {len(self.logprobs)} logprobs for {len(self.token_ids)} tokens: hand over one per token")
         for position, value in enumerate(self.logprobs):
-            if not math.isfinite(value) or not _is_fp32(value):
+            if not math.isfinite(value) or round_fp32(value) != value:
                 raise ContractError(
                     f"{who}: logprob {value!r} at token {position} is not a finite fp32 value: hand over the kernel's result"
                 )
@@ -83,11 +83,3 @@ def _require_support(who: str, token_ids: tuple[int, ...], support: tuple[tuple[
             raise ContractError(
                 f"{who}: token id {token} at token {position} is outside its own support: record ids where the token is drawn"
             )
-
-
-def _is_fp32(value: float) -> bool:
-    try:
-        exact: float = struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return False
-    return exact == value

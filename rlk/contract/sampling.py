@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlk.contract.numerics import ContractError
+from rlk.contract.numerics import ContractError, round_fp32
 
 SMALLEST_TEMPERATURE = 0.01
 """vLLM raises smaller positive temperatures to this value without saying so in its outputs, so they are refused here."""
@@ -26,8 +26,8 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ContractError(f"temperature={self.temperature} is not a finite number >= 0: use 0 for greedy")
+        if not math.isfinite(round_fp32(self.temperature)) or self.temperature < 0:
+            raise ContractError(f"temperature={self.temperature} is not a finite fp32 number >= 0: use 0 for greedy")
         if 0 < self.temperature < SMALLEST_TEMPERATURE:
             raise ContractError(f"temperature={self.temperature} would be raised to {SMALLEST_TEMPERATURE} by the engine: use 0 for greedy")
         if not 0 < self.top_p <= 1:
