@@ -7,9 +7,10 @@ attention, each residual sum and swiglu (contract, rounding points).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -96,6 +97,15 @@ def decoder_layer(
 class Qwen3Layer(nn.Module):
     """Packed weights of one layer (names and shapes: ``rlk.model.layout``)."""
 
+    input_norm: nn.Parameter
+    qkv: nn.Parameter
+    q_norm: nn.Parameter
+    k_norm: nn.Parameter
+    o_proj: nn.Parameter
+    post_norm: nn.Parameter
+    gate_up: nn.Parameter
+    down_proj: nn.Parameter
+
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device | None) -> None:
         super().__init__()
         for name, shape in shapes.items():
@@ -123,6 +133,8 @@ class Qwen3Dense(nn.Module):
     Parameter names are the packed names of ``rlk.model.layout``; they take no gradient. Until weights are loaded every parameter is NaN.
     The rope table is a buffer outside the state dict; max_positions bounds the positions that forward accepts.
     """
+
+    rope_table: torch.Tensor
 
     def __init__(
         self, config: Qwen3Config, numerics: Numerics, *, max_positions: int | None = None, device: torch.device | None = None
@@ -165,7 +177,7 @@ class Qwen3Dense(nn.Module):
         x = embedding(ids, self.embedding, self.config.vocab_size)
         if trace is not None:
             trace.put("embedding", x)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(cast(Iterable[Qwen3Layer], self.layers)):
             ops = layer.ops(partial(attend, i), self.config, self.numerics)
             x = decoder_layer(x, ops, positions, self.rope_table, self.config, self.numerics, trace, f"layers.{i}.")
         hidden = rms_norm(x, self.final_norm, self.config.rms_norm_eps)

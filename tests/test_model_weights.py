@@ -1,0 +1,146 @@
+"""Checkpoints: written and read back exactly, hashed by bytes, broken ones refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlk.model.config import CheckpointError, Qwen3Config
+from rlk.model.layout import hf_shapes
+from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hash
+
+CONFIG = Qwen3Config(
+    vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=4, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in hf_shapes(CONFIG).items()}
+
+
+def write_sharded(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    names = list(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
+    for file, held in shards.items():
+        save_file({name: tensors[name] for name in held}, directory / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_round_trip_single_and_sharded(tmp_path: Path) -> None:
+    tensors = weights()
+    written = save_checkpoint(tmp_path / "single", CONFIG, tensors)
+    write_sharded(tmp_path / "sharded", tensors)
+    for name in ("single", "sharded"):
+        loaded = load_checkpoint(tmp_path / name)
+        assert loaded.config == CONFIG
+        assert list(loaded.tensors) == list(tensors)
+        assert loaded.model_hash == written == model_hash(tensors)
+        assert all(torch.equal(loaded.tensors[key], tensors[key]) for key in tensors)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_hash_sees_every_bit_shape_dtype_and_name() -> None:
+    tensor = torch.zeros(4, 6, dtype=torch.bfloat16)
+    minus_zero = tensor.clone()
+    minus_zero[3, 5] = -0.0
+    variants = [tensor, minus_zero, tensor.reshape(6, 4), tensor.view(torch.int16)]
+    assert len({tensor_hash(t) for t in variants}) == 4
+    assert tensor_hash(tensor.t().contiguous().t()) == tensor_hash(tensor)
+    assert model_hash({"a": tensor, "b": minus_zero}) != model_hash({"a": minus_zero, "b": tensor})
+    assert model_hash({"a": tensor, "b": minus_zero}) == model_hash({"b": minus_zero, "a": tensor})
+
+
+def test_saving_never_overwrites_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", CONFIG, weights())
+    before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    with pytest.raises(CheckpointError, match="exists already"):
+        save_checkpoint(tmp_path / "a", CONFIG, weights(1))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is torch\.float32"):
+        save_checkpoint(tmp_path / "b", CONFIG, {**weights(), "lm_head.weight": torch.zeros(19, 16)})
+    with pytest.raises(CheckpointError, match="plain name"):
+        save_checkpoint(tmp_path / "c", CONFIG, weights(), files={"../label.json": "{}"})
+    assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_companions_are_copied_and_must_describe_the_same_model(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "base", CONFIG, weights(), files={"tokenizer.json": "{ }", "label.json": "not a companion"})
+    raw = {**json.loads((tmp_path / "base" / "config.json").read_text()), "eos_token_id": 3}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(raw))
+    save_checkpoint(tmp_path / "next", CONFIG, weights(1), companions=tmp_path / "base")
+    assert sorted(path.name for path in (tmp_path / "next").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert json.loads((tmp_path / "next" / "config.json").read_text())["eos_token_id"] == 3
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**raw, "rope_theta": 5e5, "rope_parameters": None}))
+    with pytest.raises(CheckpointError, match="another model"):
+        save_checkpoint(tmp_path / "third", CONFIG, weights(1), companions=tmp_path / "base")
+
+
+def _truncate(directory: Path) -> None:
+    file = directory / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def _remove_shard(directory: Path) -> None:
+    (directory / "model-00001-of-00002.safetensors").unlink()
+
+
+def _edit_index(change: Callable[[dict[str, str]], None]) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        index = directory / "model.safetensors.index.json"
+        raw = json.loads(index.read_text())
+        change(raw["weight_map"])
+        index.write_text(json.dumps(raw))
+
+    return edit
+
+
+def _resave(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def resave(directory: Path) -> None:
+        tensors = weights()
+        change(tensors)
+        (directory / "model.safetensors.index.json").unlink()
+        save_file(tensors, directory / "model.safetensors")
+
+    return resave
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_truncate, r"model-00002-of-00002\.safetensors: truncated"),
+        (_remove_shard, r"model-00001-of-00002\.safetensors: weight file is missing"),
+        (_edit_index(lambda m: m.pop("lm_head.weight")), r"lm_head\.weight is in the file but not in the index"),
+        (_edit_index(lambda m: m.update({"lm_head.bias": "model-00001-of-00002.safetensors"})), r"lm_head\.bias is in the index but not"),
+        (_edit_index(lambda m: m.update({"lm_head.weight": "../x.safetensors"})), r"'\.\./x\.safetensors' must be a plain name"),
+        (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "not a safetensors index"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"x"), "holds both"),
+        (lambda d: [path.unlink() for path in d.glob("*.safetensors*")], "holds neither"),
+        (_resave(lambda t: t.pop("model.norm.weight")), r"tensor model\.norm\.weight is missing"),
+        (_resave(lambda t: t.update({"model.extra": torch.zeros(1).bfloat16()})), r"unexpected tensor model\.extra"),
+        (_resave(lambda t: t.update({"lm_head.weight": torch.zeros(20, 16).bfloat16()})), r"lm_head\.weight has shape \[20, 16\]"),
+        (_resave(lambda t: t.update({"lm_head.weight": torch.zeros(19, 16)})), r"lm_head\.weight is F32"),
+    ],
+)
+def test_broken_checkpoints_are_refused_by_name(tmp_path: Path, spoil: Callable[[Path], object], says: str) -> None:
+    directory = tmp_path / "model"
+    write_sharded(directory, weights())
+    load_checkpoint(directory)
+    spoil(directory)
+    with pytest.raises(CheckpointError, match=says) as error:
+        load_checkpoint(directory)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a checkpoint directory"):
+        load_checkpoint(tmp_path / "nowhere")
