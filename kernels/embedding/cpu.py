@@ -11,11 +11,13 @@ from rlk.kernels._native import NativeLibrary
 LIBRARY = NativeLibrary("embedding", Path(__file__).with_name("embedding.cpp"))
 
 
-def _check_ids(ids: torch.Tensor, size: int) -> None:
-    bad = ((ids < 0) | (ids >= size)).nonzero()
+def _check_ids(ids: torch.Tensor, size: int, named: torch.Tensor | None = None) -> None:
+    """Raise for the first id outside [0, size) among all positions, or among those in ``named``."""
+    outside = (ids < 0) | (ids >= size)
+    bad = outside.nonzero()[:, 0] if named is None else named[outside[named]]
     if bad.numel():
-        row = int(bad[0])
-        raise IndexError(f"embedding: id {int(ids[row])} at position {row} is outside 0…{size - 1}: drop masked tokens before the lookup")
+        at = int(bad[0])
+        raise IndexError(f"embedding: id {int(ids[at])} at position {at} is outside 0…{size - 1}: drop masked tokens before the lookup")
 
 
 @torch.library.custom_op("rlk::embedding", mutates_args=(), device_types="cpu")
@@ -42,9 +44,8 @@ embedding.register_autograd(_backward)
 def weight_grad(ids: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
     at = (index >= 0).nonzero()[:, 0]
     token, leaf = index[at], torch.searchsorted(offsets[1:], at, right=True)
-    used = ids[token]
-    _check_ids(used, rows)
-    used, order = torch.sort(used, stable=True)
+    _check_ids(ids, rows, token)
+    used, order = torch.sort(ids[token], stable=True)
     run_ids, counts = torch.unique_consecutive(used, return_counts=True)
     begin = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     dweight = torch.zeros(rows, dy.shape[1], dtype=torch.float32)
