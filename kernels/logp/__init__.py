@@ -18,7 +18,9 @@ strict path refuse all three before they get here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 
 from rlk.kernels.dispatch import select
@@ -91,13 +93,13 @@ def support_mask(supports: Sequence[Sequence[int] | None], vocab_size: int, *, w
     Raises ValueError naming row and id for an id outside [0, vocab_size).
     """
     mask = torch.zeros(len(supports), vocab_size if width is None else width, dtype=torch.bool)
-    for row, ids in enumerate(supports):
-        if ids is None:
-            mask[row, :vocab_size] = True
-            continue
-        for outside in (i for i in ids if not 0 <= i < vocab_size):
-            raise ValueError(f"support_mask: row {row} holds id {outside}, outside the vocabulary of {vocab_size}")
-        mask[row, torch.tensor(ids, dtype=torch.int64)] = True
+    mask[[ids is None for ids in supports], :vocab_size] = True
+    listed = [() if ids is None else ids for ids in supports]
+    rows = torch.repeat_interleave(torch.tensor([len(ids) for ids in listed], dtype=torch.int64))
+    columns = torch.from_numpy(np.fromiter(chain.from_iterable(listed), np.int64))
+    for at in ((columns < 0) | (columns >= vocab_size)).nonzero()[:1, 0].tolist():
+        raise ValueError(f"support_mask: row {int(rows[at])} holds id {int(columns[at])}, outside the vocabulary of {vocab_size}")
+    mask[rows, columns] = True
     return mask
 
 
