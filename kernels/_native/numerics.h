@@ -67,18 +67,19 @@ inline float pair_tree_sum(float* parts, int64_t count, int64_t stride = 1) {
   return parts[0];
 }
 
-// 2^n for integer n in [-300, 300] without a library call: two exact factors, so that results below 2^-126 round once, as IEEE subnormals.
+// value·2^n for integer n in [-252, 254] without a library call: two exact factors, so that results below 2^-126 round once, as IEEE subnormals.
 inline float scale_by_power(float value, int32_t n) {
   const int32_t half = n / 2;
-  const float first = from_bits(uint32_t(std::min(std::max(half, -126), 127) + 127) << 23);
-  const float second = from_bits(uint32_t(std::min(std::max(n - half, -126), 127) + 127) << 23);
-  return value * first * second;
+  return value * from_bits(uint32_t(half + 127) << 23) * from_bits(uint32_t(n - half + 127) << 23);
 }
 
+// x within [-limit, limit]; NaN becomes -limit, so that it can be converted to an integer (the callers repair it).
+inline float clamp_(float x, float limit) { return std::min(std::max(-limit, x), limit); }
+
 // exp2, the only one of the CPU backend. exp2(0) = 1, exp2(-inf) = +0, exp2(+inf) = +inf, NaN in gives NaN.
-// Degree-6 minimax polynomial of 2^f on |f| <= 1/2; error below 2 ulp.
+// Degree-6 minimax polynomial of 2^f on |f| <= 1/2; error below 1 ulp.
 inline float exp2_(float x) {
-  const float clamped = std::min(std::max(x, -200.0f), 200.0f);  // NaN: max picks -200; repaired below
+  const float clamped = clamp_(x, 200.0f);
   const float n = std::nearbyint(clamped);
   const float f = clamped - n;  // exact
   float p = 1.535336188319500e-4f;
@@ -92,9 +93,9 @@ inline float exp2_(float x) {
   return x != x ? x : value;
 }
 
-// exp through exp2's polynomial with a two-part ln2 reduction. exp(0) = 1, exp(-inf) = +0.
+// exp, the only one of the CPU backend: Cephes' polynomial after a two-part ln2 reduction; error below 1.1 ulp. exp(0) = 1, exp(-inf) = +0.
 inline float exp_(float x) {
-  const float clamped = std::min(std::max(x, -120.0f), 120.0f);
+  const float clamped = clamp_(x, 120.0f);
   const float n = std::nearbyint(clamped * 1.44269504088896341f);
   float r = std::fma(n, -0.693359375f, clamped);
   r = std::fma(n, 2.12194440e-4f, r);
@@ -108,24 +109,18 @@ inline float exp_(float x) {
   return x != x ? x : value;
 }
 
-// Natural logarithm of a positive normal or subnormal; log(1) = +0. Cephes' reduction to [sqrt(1/2), sqrt(2)).
-inline float log_(float x) {
-  if (!(x > 0.0f)) return x == 0.0f ? -std::numeric_limits<float>::infinity() : std::numeric_limits<float>::quiet_NaN();
-  if (x == std::numeric_limits<float>::infinity()) return x;
-  int32_t exponent = 0;
-  if (x < 1.17549435e-38f) {
-    x *= 8388608.0f;
-    exponent = -23;
-  }
-  const uint32_t bits = to_bits(x);
-  exponent += int32_t(bits >> 23) - 126;
-  float m = from_bits((bits & 0x007fffffu) | 0x3f000000u);
-  if (m < 0.707106781186547524f) {
-    exponent -= 1;
-    m = m + m;
-  }
-  const float f = m - 1.0f;
-  const float z = f * f;
+// x = 2^exponent·(1 + f) with 1 + f in [sqrt(1/2), sqrt(2)); ln(1 + f) = f - f²/2 + tail (Cephes' polynomial).
+struct LogParts {
+  float exponent, f, tail;
+};
+
+inline LogParts log_parts(float x) {
+  const bool subnormal = x < 1.17549435e-38f;
+  const uint32_t bits = to_bits(subnormal ? x * 8388608.0f : x);
+  const float half = from_bits((bits & 0x007fffffu) | 0x3f000000u);
+  const bool low = half < 0.707106781186547524f;
+  const int32_t exponent = int32_t(bits >> 23) - 126 - (subnormal ? 23 : 0) - (low ? 1 : 0);
+  const float f = (low ? half + half : half) - 1.0f;
   float p = 7.0376836292e-2f;
   p = std::fma(p, f, -1.1514610310e-1f);
   p = std::fma(p, f, 1.1676998740e-1f);
@@ -135,12 +130,30 @@ inline float log_(float x) {
   p = std::fma(p, f, 2.0000714765e-1f);
   p = std::fma(p, f, -2.4999993993e-1f);
   p = std::fma(p, f, 3.3333331174e-1f);
-  float y = f * z * p;
-  y = std::fma(float(exponent), -2.12194440e-4f, y);
-  y = std::fma(z, -0.5f, y);
-  return std::fma(float(exponent), 0.693359375f, f + y);
+  return {float(exponent), f, f * (f * f) * p};
 }
 
-inline float log2_(float x) { return log_(x) * 1.44269504088896341f; }
+// `finite` where x is positive and finite, else the logarithm's limit: -inf at ±0, +inf at +inf, NaN below 0 and at NaN.
+inline float log_or_limit(float x, float finite) {
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  const float positive = x == infinity ? x : finite;
+  const float limit = x == 0.0f ? -infinity : std::numeric_limits<float>::quiet_NaN();
+  return x > 0.0f ? positive : limit;
+}
+
+// Natural logarithm, subnormals included; log(1) = +0; error below 1 ulp.
+inline float log_(float x) {
+  const LogParts parts = log_parts(x);
+  const float y = std::fma(parts.f * parts.f, -0.5f, std::fma(parts.exponent, -2.12194440e-4f, parts.tail));
+  return log_or_limit(x, std::fma(parts.exponent, 0.693359375f, parts.f + y));
+}
+
+// Logarithm to base 2, exact at powers of two; error below 1 ulp. log2(e) is taken in two parts.
+inline float log2_(float x) {
+  const LogParts parts = log_parts(x);
+  const float y = std::fma(parts.f * parts.f, -0.5f, parts.tail);
+  const float fraction = std::fma(parts.f, 1.44269502e+0f, std::fma(y, 1.44269502e+0f, parts.f * 1.92596303e-8f));
+  return log_or_limit(x, parts.exponent + fraction);
+}
 
 }  // namespace rlk
