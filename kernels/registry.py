@@ -1,0 +1,28 @@
+"""Every kernel id that this source tree declares, so that a reported id can be checked against the sources."""
+
+from __future__ import annotations
+
+from rlk.kernels.attention.cpu import LIBRARY as ATTENTION
+from rlk.kernels.det_gemm.cpu import LIBRARY as DET_GEMM
+from rlk.kernels.embedding.cpu import LIBRARY as EMBEDDING
+from rlk.kernels.logp.cpu import LIBRARY as LOGP
+from rlk.kernels.rms_norm.cpu import LIBRARY as RMS_NORM
+from rlk.kernels.rope.cpu import LIBRARY as ROPE
+from rlk.kernels.silu.cpu import LIBRARY as SILU
+from rlk.kernels.swiglu.cpu import LIBRARY as SWIGLU
+
+_OPERATORS = {
+    ATTENTION: ("attention",),
+    DET_GEMM: ("det_gemm", "lm_head"),
+    EMBEDDING: ("embedding",),
+    LOGP: ("logp",),
+    RMS_NORM: ("rms_norm", "qk_norm"),
+    ROPE: ("rope",),
+    SILU: ("silu",),
+    SWIGLU: ("swiglu",),
+}
+
+
+def declared_kernels() -> dict[str, tuple[str, ...]]:
+    """Kernel id → operators that may report it on this machine. Ids are computed from source, flags, compiler and CPU; nothing is built."""
+    return {library.kernel_id: operators for library, operators in _OPERATORS.items()}

@@ -1,0 +1,1 @@
+"""The judge: cell matrix, pytest plugin, verdict. It never imports an engine."""

@@ -1,0 +1,20 @@
+"""Which platform this machine can run."""
+
+from __future__ import annotations
+
+import torch
+
+from rlk.acceptance.cell import Platform
+
+
+def why_not_here(platform: Platform) -> str:
+    """Empty if the platform's cells can run here, else one sentence that names what is missing and the remedy."""
+    if platform == "cpu":
+        return ""
+    built_for_rocm = torch.version.hip is not None
+    if not torch.cuda.is_available() or built_for_rocm != (platform == "rocm"):
+        card = "an H100-class CUDA card" if platform == "cuda" else "an MI300X (gfx942) with ROCm"
+        return f"-m {platform} needs {card} and a matching torch build, which this machine lacks: run `pytest -m cpu acceptance/` here"
+    if platform == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        return f"-m cuda is defined for sm_90, this card is sm_{''.join(map(str, torch.cuda.get_device_capability()))}: use an H100 or H200"
+    return ""

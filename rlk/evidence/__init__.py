@@ -1,0 +1,1 @@
+"""What a run leaves behind: byte comparisons, records, provenance, environment, run directory, report."""
