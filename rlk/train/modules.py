@@ -1,0 +1,186 @@
+"""Megatron's layers computing with this project's operators.
+
+Each class keeps the Megatron class's construction, parameters and place in the model, and replaces what it computes. Operators get
+detached weights, so autograd sees activations only; weight gradients go through :class:`rlk.train.tokens.Tokens`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from rlk.contract.numerics import DEFAULT, Numerics
+from rlk.kernels.attention import attention
+from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad
+from rlk.kernels.embedding import embedding, embedding_weight_grad
+from rlk.kernels.lm_head import lm_head, lm_head_weight_grad
+from rlk.kernels.qk_norm import qk_norm, qk_norm_gamma_grad
+from rlk.kernels.rms_norm import rms_norm, rms_norm_gamma_grad
+from rlk.model.config import Qwen3Config
+from rlk.model.qwen3 import LayerOps, decoder_layer
+from rlk.train.tokens import LayoutError, Tokens
+
+
+@dataclass
+class StrictConfig(TransformerConfig):
+    """Megatron's configuration and what the strict modules need beside it: architecture, numerics, rope table, tokens in flight."""
+
+    model: Qwen3Config | None = None
+    numerics: Numerics = DEFAULT
+    table: torch.Tensor | None = None
+    tokens: Tokens | None = None
+
+
+class StrictNorm(torch.nn.RMSNorm):
+    """RMSNorm of hidden states, [T, 1, H] or [T, H]; the class that Megatron's local layers use is the base."""
+
+    def __init__(self, config: StrictConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.tokens, self.epsilon = config.tokens, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = rms_norm(x, self.weight.detach(), self.epsilon)
+        rows = x.detach().flatten(0, -2)
+
+        def gradient(batch, dy):  # type: ignore[no-untyped-def]
+            return rms_norm_gamma_grad(rows, dy.flatten(0, -2), self.epsilon, batch.leaf_index, batch.leaf_offsets)
+
+        self.tokens.on_gradient(y, self.weight, gradient)
+        return y
+
+
+class StrictHeadNorm(torch.nn.RMSNorm):
+    """RMSNorm of query or key heads, [T, heads, D]; its gradient has one accumulator per canonical shard of heads."""
+
+    def __init__(self, config: StrictConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.tokens, self.epsilon, self.shards = config.tokens, eps, config.numerics.canonical_tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = qk_norm(x, self.weight.detach(), self.epsilon)
+        heads = x.detach()
+
+        def gradient(batch, dy):  # type: ignore[no-untyped-def]
+            return qk_norm_gamma_grad(heads, dy, self.epsilon, batch.leaf_index, batch.leaf_offsets, self.shards)
+
+        self.tokens.on_gradient(y, self.weight, gradient)
+        return y
+
+
+class StrictColumn(ColumnParallelLinear):
+    """Output-split linear, [T, K] -> [T, N]: plain order forward, split order for the input gradient."""
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+        y = det_gemm(input, weight.detach(), grad_splits=self.config.numerics.canonical_tp)
+        x = input.detach()
+        self.config.tokens.on_gradient(y, weight, lambda batch, dy: det_gemm_weight_grad(x, dy, batch.leaf_index, batch.leaf_offsets))
+        return y
+
+
+class StrictRow(RowParallelLinear):
+    """Input-split linear, [T, K] -> [T, N]: split order forward, plain order for the input gradient."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        y = det_gemm(input_, self.weight.detach(), splits=self.config.numerics.canonical_tp)
+        x = input_.detach()
+        self.config.tokens.on_gradient(y, self.weight, lambda batch, dy: det_gemm_weight_grad(x, dy, batch.leaf_index, batch.leaf_offsets))
+        return y, None
+
+
+class StrictEmbedding(VocabParallelEmbedding):
+    """Word embedding, ids [1, T] -> [1, T, H]; an id outside the real vocabulary raises IndexError."""
+
+    def __init__(self, *arguments: Any, config: StrictConfig, **keywords: Any) -> None:
+        super().__init__(*arguments, config=config, **keywords)
+        self.tokens, self.vocab_size = config.tokens, config.model.vocab_size
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        ids = input_.reshape(-1)
+        y = embedding(ids, self.weight.detach(), self.vocab_size)
+        if torch.is_grad_enabled():
+            y.requires_grad_()
+        rows = self.weight.shape[0]
+
+        def gradient(batch, dy):  # type: ignore[no-untyped-def]
+            return embedding_weight_grad(ids, dy, batch.leaf_index, batch.leaf_offsets, rows)
+
+        self.tokens.on_gradient(y, self.weight, gradient)
+        if self.tokens.trace is not None:
+            self.tokens.trace.put("embedding", y)
+        return y.unsqueeze(0)
+
+
+class StrictOutput(ColumnParallelLinear):
+    """Output layer, [T, 1, H] -> fp32 logits [T, 1, padded vocabulary]: plain order, input gradient over the vocabulary shards."""
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+        h = input.squeeze(1)
+        y = lm_head(h, weight.detach(), grad_splits=self.config.numerics.canonical_tp)
+        rows = h.detach()
+
+        def gradient(batch, dy):  # type: ignore[no-untyped-def]
+            return lm_head_weight_grad(rows, dy.bfloat16(), batch.leaf_index, batch.leaf_offsets)
+
+        tokens = self.config.tokens
+        tokens.on_gradient(y, weight, gradient)
+        if tokens.trace is not None:
+            tokens.trace.put("final_norm", rows)
+        return y.unsqueeze(1)
+
+
+class StrictAttention(MegatronModule):
+    """Core attention over packed samples: q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq·D]."""
+
+    def __init__(self, config: StrictConfig, **_: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        numerics = self.config.numerics
+        scale = self.config.model.attention_scale
+        return attention(q, k, v, cu_seqlens, scale=scale, kv_tile=numerics.kv_tile, kv_split=numerics.kv_split).flatten(1)
+
+
+class StrictLayer(TransformerLayer):
+    """Megatron's transformer layer whose forward is the project's one decoder layer, run on this layer's own submodules."""
+
+    def forward(self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSeqParams, **_: Any) -> tuple[torch.Tensor, None]:
+        config: StrictConfig = self.config
+        batch = config.tokens.batch(hidden_states.shape[0])
+        if packed_seq_params.cu_seqlens_q is not batch.cu_seqlens:
+            raise LayoutError("packed_seq_params belong to another micro-batch than the token layout: build both from one")
+        block, mlp = self.self_attention, self.mlp
+        ops = LayerOps(
+            input_norm=self.input_layernorm,
+            qkv=lambda x: block.linear_qkv(x)[0],
+            q_norm=block.q_layernorm,
+            k_norm=block.k_layernorm,
+            attend=lambda q, k, v: block.core_attention(q, k, v, batch.cu_seqlens),
+            o_proj=lambda x: block.linear_proj(x)[0],
+            post_norm=self.pre_mlp_layernorm,
+            gate_up=lambda x: mlp.linear_fc1(x)[0],
+            down_proj=lambda x: mlp.linear_fc2(x)[0],
+        )
+        x = hidden_states.squeeze(1)
+        prefix = f"layers.{self.layer_number - 1}."
+        y = decoder_layer(x, ops, batch.positions, config.table, config.model, config.numerics, config.tokens.trace, prefix)
+        return y.unsqueeze(1), None
+
+
+class StrictGPT(GPTModel):
+    """Megatron's GPTModel with the strict embedding and output layer in place of its own."""
+
+    def __init__(self, config: StrictConfig, **keywords: Any) -> None:
+        super().__init__(config=config, **keywords)
+        shared = {"config": config, "init_method": config.init_method, "tp_group": self.pg_collection.tp}
+        self.embedding.word_embeddings = StrictEmbedding(self.vocab_size, config.hidden_size, **shared)
+        self.output_layer = StrictOutput(
+            config.hidden_size, self.vocab_size, bias=False, skip_bias_add=False, gather_output=not self.parallel_output, **shared
+        )

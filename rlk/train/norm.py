@@ -1,0 +1,57 @@
+"""Gradient norm in an order that no topology changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from operator import add
+
+import torch
+
+from rlk.contract.orders import fold_pairs
+from rlk.contract.update import NORM_BLOCK
+
+# Dimension along which tensor parallelism cuts a weight, by the last part of its packed name; all others are replicated.
+SHARD_DIMENSION = {"qkv": 0, "gate_up": 0, "embedding": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
+
+
+class GradientNormError(ArithmeticError):
+    """A gradient is not finite; the message names the tensor."""
+
+
+def _row_tree(rows: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension, [..., n] fp64: filled with +0 to a power of two, upper half added to the lower until one is left."""
+    count = rows.shape[-1]
+    width = 1 << (count - 1).bit_length()
+    if width != count:
+        rows = torch.cat([rows, rows.new_zeros(*rows.shape[:-1], width - count)], dim=-1)
+    while width > 1:
+        width //= 2
+        rows = rows[..., :width] + rows[..., width:]
+    return rows[..., 0]
+
+
+def square_sum(shard: torch.Tensor) -> float:
+    """Σ x² of one shard in row-major order: fp64 row tree per 1024 elements, then over the block sums. x² of an fp32 x is exact in fp64."""
+    flat = shard.reshape(-1).double()
+    blocks = -(-flat.numel() // NORM_BLOCK)
+    flat = torch.cat([flat, flat.new_zeros(blocks * NORM_BLOCK - flat.numel())])
+    rows = flat.view(blocks, NORM_BLOCK)
+    return float(_row_tree(_row_tree(rows * rows)))
+
+
+def gradient_norm(gradients: Mapping[str, torch.Tensor], shards: int) -> float:
+    """Norm over fp32 gradients by packed name, in the mapping's (model) order.
+
+    Per (tensor, shard) :func:`square_sum`; shards joined by the tree of adjacent pairs; tensors added in order; all in fp64.
+    A weight that tensor parallelism cuts has ``shards`` shards, a replicated one has one. Raises GradientNormError on NaN or Inf.
+    """
+    total = 0.0
+    for name, gradient in gradients.items():
+        dimension = SHARD_DIMENSION.get(name.rsplit(".", 1)[-1])
+        parts = (gradient,) if dimension is None else gradient.chunk(shards, dimension)
+        squares = fold_pairs([square_sum(part) for part in parts], add)
+        if not math.isfinite(squares):
+            raise GradientNormError(f"the gradient of {name} is not finite: look for the first non-finite intermediate in a trace")
+        total += squares
+    return math.sqrt(total)
