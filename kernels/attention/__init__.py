@@ -20,7 +20,7 @@ def attention(
     Gradients are bf16, each rounded once. P = exp2(t − LSE₂), dS = P·(dP − Σ dO·O) with the sum by row tree over bf16 O; P and dS are
     rounded to bf16. dQ: one fp32 accumulator over keys in groups of 16 from position 0. dK, dV: one accumulator each, query heads of the
     group ascending, then queries in groups of 16 counted from position 0. The finished fp32 dQ and dK are multiplied by scale.
-    Source: Dao et al. 2022 (FlashAttention), algorithm 4.
+    Source: Dao et al. 2022 (FlashAttention), algorithm 4. Ranks that own a part of the queries or keys: ``rlk.kernels.attention.context``.
     """
     return attention_with_lse(q, k, v, cu_seqlens, scale=scale, kv_tile=kv_tile, kv_split=kv_split, backend=backend)[0]
 
@@ -38,9 +38,10 @@ def attention_with_lse(
     multiple of kv_split keys (0: one state), states merged ascending without FMA; out = bf16(o/l).
     Raises ValueError on a wrong shape, dtype, offset, tile or split, BackendUnavailable for a backend that cannot run here.
     """
-    _require_heads("attention", q, k.shape[1], kv_tile, kv_split)
-    if k.dtype != torch.bfloat16 or v.dtype != torch.bfloat16 or k.shape != v.shape or k.shape[::2] != q.shape[::2]:
-        raise ValueError(f"attention: k {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype} must be bf16 [T, Hk, D] of q {tuple(q.shape)}")
+    require_packed("attention", q, k, v)
+    require_tiles("attention", kv_tile, kv_split)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"attention: k and v have {k.shape[0]} rows and q has {q.shape[0]}: packed sequences need one key per query")
     if cu_seqlens.dtype != torch.int64 or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"attention: cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype} must be int64 [sequences + 1]")
     run = select("attention", _ATTENTION, backend, q.device)
@@ -60,24 +61,37 @@ def paged_attention(
     Raises ValueError on a wrong shape, dtype, offset, tile or split, IndexError for a visible page outside the cache,
     BackendUnavailable for a backend that cannot run here.
     """
+    op = "paged_attention"
     if kv_cache.dtype != torch.bfloat16 or kv_cache.ndim != 4 or kv_cache.shape[3] != 2 * q.shape[-1] or kv_cache.stride(3) != 1:
-        raise ValueError(f"paged_attention: kv_cache {tuple(kv_cache.shape)} {kv_cache.dtype} must be bf16 [blocks, Hk, page, 2·{q.shape[-1]}]")
-    _require_heads("paged_attention", q, kv_cache.shape[1], kv_tile, kv_split)
+        raise ValueError(f"{op}: kv_cache {tuple(kv_cache.shape)} {kv_cache.dtype} must be bf16 [blocks, Hk, page, {2 * q.shape[-1]}]")
+    require_queries(op, q, kv_cache.shape[1])
+    require_tiles(op, kv_tile, kv_split)
     sequences = block_table.shape[0]
     if block_table.dtype != torch.int32 or block_table.ndim != 2:
-        raise ValueError(f"paged_attention: block_table {tuple(block_table.shape)} {block_table.dtype} must be int32 [sequences, pages]")
-    if query_start_loc.dtype != torch.int64 or query_start_loc.shape != (sequences + 1,):
-        raise ValueError(f"paged_attention: query_start_loc {tuple(query_start_loc.shape)} {query_start_loc.dtype} must be int64 [{sequences + 1}]")
-    if seq_lens.dtype != torch.int64 or seq_lens.shape != (sequences,):
-        raise ValueError(f"paged_attention: seq_lens {tuple(seq_lens.shape)} {seq_lens.dtype} must be int64 [{sequences}]")
+        raise ValueError(f"{op}: block_table {tuple(block_table.shape)} {block_table.dtype} must be int32 [sequences, pages]")
+    for name, tensor, size in (("query_start_loc", query_start_loc, sequences + 1), ("seq_lens", seq_lens, sequences)):
+        if tensor.dtype != torch.int64 or tensor.shape != (size,):
+            raise ValueError(f"{op}: {name} {tuple(tensor.shape)} {tensor.dtype} must be int64 [{size}]")
     run = select("attention.paged", _PAGED, backend, q.device)
     result: torch.Tensor = run(q, kv_cache, block_table, query_start_loc, seq_lens, scale, kv_tile, kv_split)
     return result
 
 
-def _require_heads(op: str, q: torch.Tensor, kv_heads: int, kv_tile: int, kv_split: int) -> None:
+def require_queries(op: str, q: torch.Tensor, kv_heads: int) -> None:
+    """Raise ValueError unless q is bf16 [T, Hq, D] whose heads split evenly over ``kv_heads``."""
     if q.dtype != torch.bfloat16 or q.ndim != 3 or kv_heads < 1 or q.shape[1] % kv_heads:
         raise ValueError(f"{op}: q {tuple(q.shape)} {q.dtype} must be bf16 [T, Hq, D] with Hq a multiple of {kv_heads} kv heads")
+
+
+def require_packed(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError unless k and v are bf16 [rows, Hk, D] that fit q."""
+    if k.dtype != torch.bfloat16 or v.dtype != torch.bfloat16 or k.ndim != 3 or k.shape != v.shape or k.shape[2] != q.shape[-1]:
+        raise ValueError(f"{op}: k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype} must be bf16 [rows, Hk, {q.shape[-1]}]")
+    require_queries(op, q, k.shape[1])
+
+
+def require_tiles(op: str, kv_tile: int, kv_split: int) -> None:
+    """Raise ValueError unless 16 | kv_tile | kv_split (kv_split 0: one split)."""
     if kv_tile <= 0 or kv_tile % 16:
         raise ValueError(f"{op}: kv_tile={kv_tile} must be a positive multiple of 16")
     if kv_split < 0 or kv_split % kv_tile:

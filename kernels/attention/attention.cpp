@@ -111,13 +111,20 @@ void merge(State& total, float* total_o, State& part, float* part_o, int64_t dim
   std::fill_n(part_o, dim, 0.0f);
 }
 
-// Consecutive query rows of one sequence: `row` is the first in q, `position` its logical position.
-struct QueryBlock {
-  int64_t sequence, row, position, rows;
+// Consecutive rows of one sequence, queries or keys: `row` is the first one in its tensor, `position` its logical position. `other` is the
+// row of position 0 in the tensor of the other side and `length` the sequence's length (both only where that side is packed).
+struct Block {
+  int64_t row, rows, position, other, length;
 };
 
+// Pieces of at most `step` rows, in order.
+void append_blocks(std::vector<Block>& blocks, const Block& whole, int64_t step) {
+  for (int64_t at = 0; at < whole.rows; at += step)
+    blocks.push_back({whole.row + at, std::min(step, whole.rows - at), whole.position + at, whole.other, whole.length});
+}
+
 // All heads of one kv head for one query block. q, out: [tokens, heads, dim]; lse2: [tokens, heads] or nullptr.
-void attend_block(const KeyValues& kv, const QueryBlock& block, int64_t kv_head, const Shape& shape, const uint16_t* q, uint16_t* out, float* lse2) {
+void attend_block(const KeyValues& kv, const Block& block, int64_t kv_head, const Shape& shape, const uint16_t* q, uint16_t* out, float* lse2) {
   const int64_t dim = shape.dim, dim16 = shape.dim16(), tile = shape.kv_tile, group = shape.group(), states = block.rows * group;
   std::vector<float> queries(states * dim16), keys(dim16 * tile), values(tile * dim), t(tile), zeros(dim), o(states * dim), total_o(states * dim);
   std::vector<State> state(states), total(states);
@@ -146,11 +153,6 @@ void attend_block(const KeyValues& kv, const QueryBlock& block, int64_t kv_head,
   }
 }
 
-void append_blocks(std::vector<QueryBlock>& blocks, int64_t sequence, int64_t first_row, int64_t end_row, int64_t position) {
-  for (int64_t row = first_row; row < end_row; row += kQueryBlock)
-    blocks.push_back({sequence, row, position + row - first_row, std::min(kQueryBlock, end_row - row)});
-}
-
 // P and dS of one (query row, head) against n columns, both rounded to bf16. p and ds hold the results.
 inline void probabilities(const float* q, const float* d_out, const float* keys, const float* values, int64_t width, int64_t dim16, int64_t n, float c,
                           float lse2, float delta, float* p, float* ds) {
@@ -164,15 +166,14 @@ inline void probabilities(const float* q, const float* d_out, const float* keys,
 }
 
 struct Backward {
-  const uint16_t *q, *k, *v, *out, *d_out;
+  const uint16_t *q, *k, *v, *d_out;
   const float *lse2, *delta;
-  uint16_t *dq, *dk, *dv;
   int64_t heads, kv_heads, dim;
   float c, scale;
 };
 
 // dQ of one query block and one query head: one accumulator per row, keys ascending from position 0.
-void query_gradient(const Backward& in, const QueryBlock& block, int64_t head) {
+void query_gradient(const Backward& in, const Block& block, int64_t head, uint16_t* dq) {
   const int64_t dim = in.dim, dim16 = ceil_group(dim), kv_head = head / (in.heads / in.kv_heads);
   std::vector<float> keys(kKeyBlock * dim), keys_t(dim16 * kKeyBlock), values_t(dim16 * kKeyBlock), zeros(dim);
   std::vector<float> queries(block.rows * dim16), d_outs(block.rows * dim16), sums(block.rows * dim);
@@ -180,10 +181,10 @@ void query_gradient(const Backward& in, const QueryBlock& block, int64_t head) {
     load_row(in.q + ((block.row + r) * in.heads + head) * dim, dim, queries.data() + r * dim16);
     load_row(in.d_out + ((block.row + r) * in.heads + head) * dim, dim, d_outs.data() + r * dim16);
   }
-  const int64_t end = block.position + block.rows, first_row = block.row - block.position;
+  const int64_t end = block.position + block.rows;
   for (int64_t start = 0; start < end; start += kKeyBlock) {
     for (int64_t j = 0; j < std::min(kKeyBlock, end - start); ++j) {
-      const int64_t at = ((first_row + start + j) * in.kv_heads + kv_head) * dim;
+      const int64_t at = ((block.other + start + j) * in.kv_heads + kv_head) * dim;
       load_row(in.k + at, dim, keys.data() + j * dim);
       load_column(in.k + at, dim, keys_t.data() + j, kKeyBlock);
       load_column(in.v + at, dim, values_t.data() + j, kKeyBlock);
@@ -200,66 +201,70 @@ void query_gradient(const Backward& in, const QueryBlock& block, int64_t head) {
     }
   }
   for (int64_t r = 0; r < block.rows; ++r)
-    for (int64_t d = 0; d < dim; ++d)
-      in.dq[((block.row + r) * in.heads + head) * dim + d] = to_bf16(sums[r * dim + d] * in.scale);
+    for (int64_t d = 0; d < dim; ++d) dq[((block.row + r) * in.heads + head) * dim + d] = to_bf16(sums[r * dim + d] * in.scale);
 }
 
-// dK and dV of up to kKeyBlock keys of one kv head: one accumulator each, query heads ascending, then groups of 16 queries from position 0.
+// dK and dV of one key block and one kv head: one accumulator each, query heads ascending, then groups of 16 queries from position 0.
 // Groups before the block see none of its keys and are skipped.
-void key_gradient(const Backward& in, int64_t first_row, int64_t length, int64_t start, int64_t kv_head) {
-  const int64_t dim = in.dim, dim16 = ceil_group(dim), group = in.heads / in.kv_heads, count = std::min(kKeyBlock, length - start);
-  std::vector<float> keys_t(dim16 * kKeyBlock), values_t(dim16 * kKeyBlock), zeros(dim), dk(count * dim), dv(count * dim);
+void key_gradient(const Backward& in, const Block& block, int64_t kv_head, uint16_t* dk, uint16_t* dv) {
+  const int64_t dim = in.dim, dim16 = ceil_group(dim), group = in.heads / in.kv_heads, n = ceil_group(block.rows);
+  std::vector<float> keys_t(dim16 * kKeyBlock), values_t(dim16 * kKeyBlock), zeros(dim), dk_sums(block.rows * dim), dv_sums(block.rows * dim);
   std::vector<float> queries(kGroup * dim16), d_outs(kGroup * dim16), p(kGroup * kKeyBlock), ds(kGroup * kKeyBlock);
-  for (int64_t j = 0; j < count; ++j) {
-    const int64_t at = ((first_row + start + j) * in.kv_heads + kv_head) * dim;
+  for (int64_t j = 0; j < block.rows; ++j) {
+    const int64_t at = ((block.row + j) * in.kv_heads + kv_head) * dim;
     load_column(in.k + at, dim, keys_t.data() + j, kKeyBlock);
     load_column(in.v + at, dim, values_t.data() + j, kKeyBlock);
   }
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
-    for (int64_t base = start; base < length; base += kGroup) {  // start is a multiple of kGroup
-      const int64_t live = std::min(kGroup, length - base);
+    for (int64_t base = block.position / kGroup * kGroup; base < block.length; base += kGroup) {
+      const int64_t live = std::min(kGroup, block.length - base);
       for (int64_t i = 0; i < live; ++i) {
-        const int64_t at = (first_row + base + i) * in.heads + head;
+        const int64_t at = (block.other + base + i) * in.heads + head;
         load_row(in.q + at * dim, dim, queries.data() + i * dim16);
         load_row(in.d_out + at * dim, dim, d_outs.data() + i * dim16);
-        probabilities(queries.data() + i * dim16, d_outs.data() + i * dim16, keys_t.data(), values_t.data(), kKeyBlock, dim16,
-                      std::min(ceil_group(count), base + kGroup - start), in.c, in.lse2[at], in.delta[at], p.data() + i * kKeyBlock,
-                      ds.data() + i * kKeyBlock);
+        probabilities(queries.data() + i * dim16, d_outs.data() + i * dim16, keys_t.data(), values_t.data(), kKeyBlock, dim16, n, in.c, in.lse2[at],
+                      in.delta[at], p.data() + i * kKeyBlock, ds.data() + i * kKeyBlock);
       }
-      for (int64_t j = 0; j < count && start + j < base + live; ++j) {
-        const int64_t first = std::max<int64_t>(0, start + j - base);  // earlier queries do not see the key
+      for (int64_t j = 0; j < block.rows && block.position + j < base + live; ++j) {
+        const int64_t first = std::max<int64_t>(0, block.position + j - base);  // earlier queries do not see the key
         float weights[kGroup], slopes[kGroup];
         for (int64_t i = 0; i < kGroup; ++i) {
-          const bool seen = i >= first && i < live;
-          weights[i] = seen ? p[i * kKeyBlock + j] : 0.0f;
-          slopes[i] = seen ? ds[i * kKeyBlock + j] : 0.0f;
+          const bool sees = i >= first && i < live;
+          weights[i] = sees ? p[i * kKeyBlock + j] : 0.0f;
+          slopes[i] = sees ? ds[i * kKeyBlock + j] : 0.0f;
         }
-        accumulate(weights, d_outs.data(), dim16, first, live, zeros.data(), dv.data() + j * dim, dim);
-        accumulate(slopes, queries.data(), dim16, first, live, zeros.data(), dk.data() + j * dim, dim);
+        accumulate(weights, d_outs.data(), dim16, first, live, zeros.data(), dv_sums.data() + j * dim, dim);
+        accumulate(slopes, queries.data(), dim16, first, live, zeros.data(), dk_sums.data() + j * dim, dim);
       }
     }
-  for (int64_t j = 0; j < count; ++j)
+  for (int64_t j = 0; j < block.rows; ++j)
     for (int64_t d = 0; d < dim; ++d) {
-      const int64_t at = ((first_row + start + j) * in.kv_heads + kv_head) * dim + d;
-      in.dk[at] = to_bf16(dk[j * dim + d] * in.scale);
-      in.dv[at] = to_bf16(dv[j * dim + d]);
+      const int64_t at = ((block.row + j) * in.kv_heads + kv_head) * dim + d;
+      dk[at] = to_bf16(dk_sums[j * dim + d] * in.scale);
+      dv[at] = to_bf16(dv_sums[j * dim + d]);
     }
+}
+
+// segments: [count, 5] rows of Block.
+std::vector<Block> blocks_of(const int64_t* segments, int64_t count, int64_t step) {
+  std::vector<Block> blocks;
+  for (const int64_t* s = segments; s < segments + 5 * count; s += 5) append_blocks(blocks, {s[0], s[1], s[2], s[3], s[4]}, step);
+  return blocks;
 }
 
 }  // namespace
 
 extern "C" {
 
-// q, out: [tokens, heads, dim] bf16; k, v: [tokens, kv_heads, dim] bf16; cu_seqlens: [sequences+1]; lse2: [tokens, heads] fp32.
-void attention_forward(const uint16_t* q, const uint16_t* k, const uint16_t* v, const int64_t* cu_seqlens, uint16_t* out, float* lse2, int64_t sequences,
+// q, out: [query rows, heads, dim] bf16; k, v: [key rows, kv_heads, dim] bf16; lse2: [query rows, heads] fp32; segments: queries.
+void attention_forward(const uint16_t* q, const uint16_t* k, const uint16_t* v, const int64_t* segments, uint16_t* out, float* lse2, int64_t count,
                        int64_t heads, int64_t kv_heads, int64_t dim, int64_t kv_tile, int64_t kv_split, float c) {
   const Shape shape{heads, kv_heads, dim, kv_tile, kv_split, c};
-  std::vector<QueryBlock> blocks;
-  for (int64_t s = 0; s < sequences; ++s) append_blocks(blocks, s, cu_seqlens[s], cu_seqlens[s + 1], 0);
+  const std::vector<Block> blocks = blocks_of(segments, count, kQueryBlock);
 #pragma omp parallel for schedule(dynamic) collapse(2)
   for (size_t b = 0; b < blocks.size(); ++b)
     for (int64_t h = 0; h < kv_heads; ++h) {
-      const int64_t at = (cu_seqlens[blocks[b].sequence] * kv_heads + h) * dim;
+      const int64_t at = (blocks[b].other * kv_heads + h) * dim;
       attend_block({k + at, v + at, kv_heads * dim, nullptr, 0, 0}, blocks[b], h, shape, q, out, lse2);
     }
 }
@@ -270,46 +275,51 @@ void attention_paged(const uint16_t* q, const uint16_t* kv_cache, const int32_t*
                      uint16_t* out, int64_t sequences, int64_t max_blocks, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page_size,
                      int64_t page_stride, int64_t head_stride, int64_t slot_stride, int64_t kv_tile, int64_t kv_split, float c) {
   const Shape shape{heads, kv_heads, dim, kv_tile, kv_split, c};
-  std::vector<QueryBlock> blocks;
+  std::vector<Block> blocks;
   for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t first = query_start_loc[s], end = query_start_loc[s + 1];
-    append_blocks(blocks, s, first, end, seq_lens[s] - (end - first));
+    const int64_t first = query_start_loc[s], rows = query_start_loc[s + 1] - first;
+    append_blocks(blocks, {first, rows, seq_lens[s] - rows, s * max_blocks, seq_lens[s]}, kQueryBlock);  // other: the sequence's page table
   }
 #pragma omp parallel for schedule(dynamic) collapse(2)
   for (size_t b = 0; b < blocks.size(); ++b)
     for (int64_t h = 0; h < kv_heads; ++h) {
       const uint16_t* k = kv_cache + h * head_stride;
-      attend_block({k, k + dim, slot_stride, block_table + blocks[b].sequence * max_blocks, page_size, page_stride}, blocks[b], h, shape, q, out, nullptr);
+      attend_block({k, k + dim, slot_stride, block_table + blocks[b].other, page_size, page_stride}, blocks[b], h, shape, q, out, nullptr);
     }
 }
 
-// Gradients of attention_forward. delta: scratch [tokens, heads] fp32, Σ dO·O by row tree.
-void attention_backward(const uint16_t* q, const uint16_t* k, const uint16_t* v, const uint16_t* out, const uint16_t* d_out, const float* lse2,
-                        const int64_t* cu_seqlens, float* delta, uint16_t* dq, uint16_t* dk, uint16_t* dv, int64_t sequences, int64_t heads,
-                        int64_t kv_heads, int64_t dim, float c, float scale) {
-  const Backward in{q, k, v, out, d_out, lse2, delta, dq, dk, dv, heads, kv_heads, dim, c, scale};
-  std::vector<QueryBlock> queries, keys;
-  for (int64_t s = 0; s < sequences; ++s) {
-    append_blocks(queries, s, cu_seqlens[s], cu_seqlens[s + 1], 0);
-    for (int64_t start = 0; start < cu_seqlens[s + 1] - cu_seqlens[s]; start += kKeyBlock) keys.push_back({s, cu_seqlens[s], start, 0});
-  }
+// delta: [rows] fp32 = Σ dO·O of each of `rows` (query row, head) by row tree.
+void attention_delta(const uint16_t* out, const uint16_t* d_out, float* delta, int64_t rows, int64_t dim) {
 #pragma omp parallel
   {
     std::vector<float> scratch(next_power_of_two(dim));
 #pragma omp for schedule(static)
-    for (int64_t i = cu_seqlens[0] * heads; i < cu_seqlens[sequences] * heads; ++i) {
+    for (int64_t i = 0; i < rows; ++i) {
       for (int64_t d = 0; d < dim; ++d) scratch[d] = from_bf16(out[i * dim + d]) * from_bf16(d_out[i * dim + d]);
       delta[i] = row_tree_sum(scratch.data(), dim);
     }
-#pragma omp for schedule(dynamic) collapse(2) nowait
-    for (size_t b = 0; b < queries.size(); ++b)
-      for (int64_t h = 0; h < heads; ++h) query_gradient(in, queries[b], h);
-#pragma omp for schedule(dynamic) collapse(2)
-    for (size_t b = 0; b < keys.size(); ++b)
-      for (int64_t h = 0; h < kv_heads; ++h) {
-        const int64_t s = keys[b].sequence;
-        key_gradient(in, cu_seqlens[s], cu_seqlens[s + 1] - cu_seqlens[s], keys[b].position, h);
-      }
   }
+}
+
+// dQ of the queries of `segments`; shapes as in attention_forward, lse2 and delta by query row.
+void attention_query_gradient(const uint16_t* q, const uint16_t* k, const uint16_t* v, const uint16_t* d_out, const float* lse2, const float* delta,
+                              const int64_t* segments, uint16_t* dq, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, float c,
+                              float scale) {
+  const Backward in{q, k, v, d_out, lse2, delta, heads, kv_heads, dim, c, scale};
+  const std::vector<Block> blocks = blocks_of(segments, count, kQueryBlock);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+  for (size_t b = 0; b < blocks.size(); ++b)
+    for (int64_t h = 0; h < heads; ++h) query_gradient(in, blocks[b], h, dq);
+}
+
+// dK and dV of the keys of `segments`; q, d_out, lse2 and delta hold every query of their sequences.
+void attention_key_gradient(const uint16_t* q, const uint16_t* k, const uint16_t* v, const uint16_t* d_out, const float* lse2, const float* delta,
+                            const int64_t* segments, uint16_t* dk, uint16_t* dv, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, float c,
+                            float scale) {
+  const Backward in{q, k, v, d_out, lse2, delta, heads, kv_heads, dim, c, scale};
+  const std::vector<Block> blocks = blocks_of(segments, count, kKeyBlock);
+#pragma omp parallel for schedule(dynamic) collapse(2)
+  for (size_t b = 0; b < blocks.size(); ++b)
+    for (int64_t h = 0; h < kv_heads; ++h) key_gradient(in, blocks[b], h, dk, dv);
 }
 }

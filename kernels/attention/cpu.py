@@ -11,53 +11,95 @@ from rlk.kernels._native import NativeLibrary
 
 LIBRARY = NativeLibrary("attention", Path(__file__).with_name("attention.cpp"))
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 def _log2_scale(scale: float) -> float:
     """scale·log2(e) in fp64; the C ABI rounds it to fp32 once."""
     return scale * math.log2(math.e)
 
 
-@torch.library.custom_op("rlk::attention", mutates_args=(), device_types="cpu")
-def attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, kv_tile: int, kv_split: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, heads, dim = q.shape
-    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != tokens or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"attention: cu_seqlens {cu_seqlens.tolist()} must ascend from 0 to {tokens}, the number of query rows")
-    out = torch.empty(q.shape, dtype=q.dtype)
-    lse2 = torch.empty(tokens, heads, dtype=torch.float32)
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor, scale: float, kv_tile: int, kv_split: int) -> Pair:
+    out, lse2 = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
     LIBRARY.call(
-        "attention_forward", q.contiguous(), k.contiguous(), v.contiguous(), cu_seqlens.contiguous(), out, lse2,
-        cu_seqlens.numel() - 1, heads, k.shape[1], dim, kv_tile, kv_split, _log2_scale(scale),
+        "attention_forward", q.contiguous(), k.contiguous(), v.contiguous(), segments, out, lse2,
+        len(segments), q.shape[1], *k.shape[1:], kv_tile, kv_split, _log2_scale(scale),
     )  # fmt: skip
     return out, lse2
 
 
-@attention_with_lse.register_fake
-def _(
+def delta(out: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
+    sums = torch.empty(out.shape[:2], dtype=torch.float32)
+    LIBRARY.call("attention_delta", out.contiguous(), d_out.contiguous(), sums, sums.numel(), out.shape[2], op="attention.delta")
+    return sums
+
+
+def query_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, lse2: torch.Tensor, sums: torch.Tensor,
+    segments: torch.Tensor, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    dq = torch.empty(q.shape, dtype=q.dtype)
+    _gradient("attention_query_gradient", (q, k, v, d_out, lse2, sums, segments), (dq,), scale)
+    return dq
+
+
+def key_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, lse2: torch.Tensor, sums: torch.Tensor,
+    segments: torch.Tensor, scale: float,
+) -> Pair:  # fmt: skip
+    dk, dv = torch.empty(k.shape, dtype=k.dtype), torch.empty(v.shape, dtype=v.dtype)
+    _gradient("attention_key_gradient", (q, k, v, d_out, lse2, sums, segments), (dk, dv), scale)
+    return dk, dv
+
+
+def _gradient(function: str, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], scale: float) -> None:
+    q, k, segments = inputs[0], inputs[1], inputs[-1]
+    LIBRARY.call(
+        function, *(x.contiguous() for x in inputs), *outputs, len(segments), q.shape[1], *k.shape[1:],
+        _log2_scale(scale), float(scale), op="attention.backward",
+    )  # fmt: skip
+
+
+def _whole(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The segments of whole packed sequences, the same for queries and keys."""
+    first, rows = cu_seqlens[:-1], cu_seqlens.diff()
+    return torch.stack((first, rows, torch.zeros_like(first), first, rows), dim=1)
+
+
+def _require_offsets(op: str, name: str, offsets: torch.Tensor, tokens: int) -> None:
+    if int(offsets[0]) != 0 or int(offsets[-1]) != tokens or bool((offsets.diff() < 0).any()):
+        raise ValueError(f"{op}: {name} {offsets.tolist()} must ascend from 0 to {tokens}, the number of query rows")
+
+
+@torch.library.custom_op("rlk::attention", mutates_args=(), device_types="cpu")
+def attention_with_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, kv_tile: int, kv_split: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Pair:
+    _require_offsets("attention", "cu_seqlens", cu_seqlens, q.shape[0])
+    return forward(q, k, v, _whole(cu_seqlens), scale, kv_tile, kv_split)
+
+
+@attention_with_lse.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, kv_tile: int, kv_split: int) -> Pair:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("rlk::attention_backward", mutates_args=(), device_types="cpu")
 def attention_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse2: torch.Tensor, d_out: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    heads, dim = q.shape[1:]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-    LIBRARY.call(
-        "attention_backward", q.contiguous(), k.contiguous(), v.contiguous(), out.contiguous(), d_out.contiguous(), lse2.contiguous(),
-        cu_seqlens.contiguous(), torch.empty(lse2.shape), dq, dk, dv,
-        cu_seqlens.numel() - 1, heads, k.shape[1], dim, _log2_scale(scale), float(scale), op="attention.backward",
-    )  # fmt: skip
-    return dq, dk, dv
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse2: torch.Tensor, d_out: torch.Tensor,
+    cu_seqlens: torch.Tensor, scale: float,
+) -> Triple:  # fmt: skip
+    sums, segments = delta(out, d_out), _whole(cu_seqlens)
+    dq = query_gradient(q, k, v, d_out, lse2, sums, segments, scale)
+    return dq, *key_gradient(q, k, v, d_out, lse2, sums, segments, scale)
 
 
 @attention_backward.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse2: torch.Tensor, d_out: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse2: torch.Tensor, d_out: torch.Tensor,
+    cu_seqlens: torch.Tensor, scale: float,
+) -> Triple:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -81,24 +123,22 @@ def paged_attention(
     q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     scale: float, kv_tile: int, kv_split: int,
 ) -> torch.Tensor:  # fmt: skip
-    tokens, heads, dim = q.shape
-    blocks, kv_heads, page, _ = kv_cache.shape
+    pages, kv_heads, page, _ = kv_cache.shape
+    _require_offsets("paged_attention", "query_start_loc", query_start_loc, q.shape[0])
     rows = query_start_loc.diff()
-    if int(query_start_loc[0]) != 0 or int(query_start_loc[-1]) != tokens or bool((rows < 0).any()):
-        raise ValueError(f"paged_attention: query_start_loc {query_start_loc.tolist()} must ascend from 0 to {tokens}, the number of query rows")
     if bool((seq_lens < rows).any()):
         raise ValueError(f"paged_attention: seq_lens {seq_lens.tolist()} must include the query rows {rows.tolist()}")
     needed = torch.where(rows > 0, (seq_lens + page - 1) // page, 0)
-    if int(needed.max()) > block_table.shape[1]:
+    if bool((needed > block_table.shape[1]).any()):
         raise ValueError(f"paged_attention: {int(needed.max())} pages are visible but block_table has {block_table.shape[1]} columns")
     visible = block_table[torch.arange(block_table.shape[1]) < needed[:, None]]
-    if bool(((visible < 0) | (visible >= blocks)).any()):
-        raise IndexError(f"paged_attention: block_table names a visible page outside the cache of {blocks} pages")
+    if bool(((visible < 0) | (visible >= pages)).any()):
+        raise IndexError(f"paged_attention: block_table names a visible page outside the cache of {pages} pages")
     out = torch.empty(q.shape, dtype=q.dtype)
     LIBRARY.call(
-        "attention_paged", q.contiguous(), kv_cache[:1, :1, :1], block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous(), out,
-        seq_lens.numel(), block_table.shape[1], heads, kv_heads, dim, page, *kv_cache.stride()[:3],
-        kv_tile, kv_split, _log2_scale(scale), op="attention.paged",
+        "attention_paged", q.contiguous(), kv_cache[:1, :1, :1], block_table.contiguous(), query_start_loc.contiguous(),
+        seq_lens.contiguous(), out, len(seq_lens), block_table.shape[1], q.shape[1], kv_heads, q.shape[2], page,
+        *kv_cache.stride()[:3], kv_tile, kv_split, _log2_scale(scale), op="attention.paged",
     )  # fmt: skip
     return out
 
