@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from rlk.contract.arithmetic import Storage
 from rlk.contract.numerics import ContractError
 
 OpClass = Literal["elementwise", "reduction", "attention", "logprob"]
-Storage = Literal["bf16", "fp32"]
 
 
 @dataclass(frozen=True)
