@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -25,9 +26,13 @@ class Sample:
     def __post_init__(self) -> None:
         request, response = self.request, self.response
         if request.sample_id != response.sample_id or request.prompt_ids != response.prompt_ids:
-            raise ContractError(f"request {request.sample_id} and response {response.sample_id} have different ids or prompts: pair them by id")
+            raise ContractError(
+                f"request {request.sample_id} and response {response.sample_id} have different ids or prompts: pair them by id"
+            )
         if request.sampling.truncates and response.support is None:
-            raise ContractError(f"response {response.sample_id} was truncated by top-p or top-k but carries no retained ids: hand them over")
+            raise ContractError(
+                f"response {response.sample_id} was truncated by top-p or top-k but carries no retained ids: hand them over"
+            )
         if not request.sampling.truncates and response.support is not None:
             raise ContractError(f"response {response.sample_id} carries retained ids although its request does not truncate: drop them")
 
@@ -106,7 +111,7 @@ def micro_batch(samples: Sequence[Sample], numerics: Numerics) -> MicroBatch:
         targets += answer
         temperature += [sample.request.sampling.scoring_temperature] * len(answer)
         supports += sample.response.support or [None] * len(answer)
-    leaves = token_leaves([b - a for a, b in zip(starts, starts[1:])], numerics.canonical_cp, numerics.mma_k)
+    leaves = token_leaves([b - a for a, b in pairwise(starts)], numerics.canonical_cp, numerics.mma_k)
     integers = lambda values: torch.tensor(values, dtype=torch.int64)
     return MicroBatch(
         tuple(samples), integers(ids), integers(positions), integers(starts), integers(leaves.index), integers(leaves.offsets),
@@ -122,7 +127,7 @@ def micro_batches(samples: Sequence[Sample], size: int, numerics: Numerics) -> I
     if size < 1:
         raise ContractError(f"micro_batch_size={size} holds no sample: use 1 or more")
     ordered = sorted(samples, key=lambda sample: sample.sample_id)
-    if any(a.sample_id == b.sample_id for a, b in zip(ordered, ordered[1:])):
+    if any(a.sample_id == b.sample_id for a, b in pairwise(ordered)):
         raise ContractError("two samples share one id: number the samples of a batch uniquely")
     for first in range(0, len(ordered), size):
         held = [sample for sample in ordered[first : first + size] if sample.response.token_ids]

@@ -1,12 +1,16 @@
-"""Settings of Megatron's TransformerConfig that both trainer modes share."""
+"""What both trainer modes share: Megatron's settings and the type of a loss derivative."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from rlk.model.config import Qwen3Config
+
+Seeds = Callable[[list[float]], Sequence[float]]
+"""From the scores of a micro-batch's targets to dL/dlogp of each."""
 
 
 def megatron_settings(config: Qwen3Config) -> dict[str, Any]:

@@ -6,7 +6,7 @@ detached weights, so autograd sees activations only; weight gradients go through
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from rlk.contract.numerics import DEFAULT, Numerics
+from rlk.contract.numerics import Numerics
 from rlk.kernels.attention import attention
 from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad
 from rlk.kernels.embedding import embedding, embedding_weight_grad
@@ -33,10 +33,10 @@ from rlk.train.tokens import LayoutError, Tokens
 class StrictConfig(TransformerConfig):
     """Megatron's configuration and what the strict modules need beside it: architecture, numerics, rope table, tokens in flight."""
 
-    model: Qwen3Config | None = None
-    numerics: Numerics = DEFAULT
-    table: torch.Tensor | None = None
-    tokens: Tokens | None = None
+    model: Qwen3Config = field(kw_only=True)
+    numerics: Numerics = field(kw_only=True)
+    table: torch.Tensor = field(kw_only=True)
+    tokens: Tokens = field(kw_only=True)
 
 
 class StrictNorm(torch.nn.RMSNorm):

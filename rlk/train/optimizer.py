@@ -103,7 +103,13 @@ class Adam:
         """Raise OptimizerError unless padded vocabulary rows are +0, bit for bit, in weight, gradient, master and moments."""
         gradients = self.gradients
         for name, rows in self.real_rows.items():
-            held = {"weight": self.parameters[name], "gradient": gradients[name], "master": self.master[name], "m": self.m[name], "v": self.v[name]}
+            held = {
+                "weight": self.parameters[name],
+                "gradient": gradients[name],
+                "master": self.master[name],
+                "m": self.m[name],
+                "v": self.v[name],
+            }
             for kind, tensor in held.items():
                 if tensor[rows:].detach().contiguous().view(torch.uint8).any():
                     raise OptimizerError(f"{kind} of {name} has a padded row at or after {rows} that is not +0: keep gradients off padding")

@@ -35,12 +35,14 @@ def named_parameters(model: torch.nn.Module, packed: Mapping[str, torch.Tensor])
     wanted = {name: megatron_name(name) for name in packed}
     odd = sorted(set(found) ^ set(wanted.values()))
     if odd:
-        raise CheckpointError(f"Megatron's model and the checkpoint differ in {', '.join(odd[:3])}: build it from the checkpoint's config.json")
+        raise CheckpointError(
+            f"Megatron's model and the checkpoint differ in {', '.join(odd[:3])}: build it from the checkpoint's config.json"
+        )
     return {name: found[theirs] for name, theirs in wanted.items()}
 
 
 def load(parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into the parameters of the same names; raises CheckpointError on another shape or dtype (copy_ would broadcast or cast)."""
+    """Copy tensors into the parameters of the same names; raises CheckpointError on another shape or dtype."""
     for name, parameter in parameters.items():
         tensor = tensors[name]
         if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -24,7 +26,9 @@ def _listen(port: int) -> socket.socket:
         listener.bind((LOOPBACK, port))
     except OSError as error:
         listener.close()
-        raise ProcessGroupError(f"port {port} on {LOOPBACK} cannot be opened ({error.strerror}): choose another, or 0 for a free one") from error
+        raise ProcessGroupError(
+            f"port {port} on {LOOPBACK} cannot be opened ({error.strerror}): choose another, or 0 for a free one"
+        ) from error
     listener.listen()
     return listener
 
@@ -35,6 +39,8 @@ def start(rank: int = 0, world_size: int = 1, port: int = 0, tensor_parallel: in
     port: rendezvous on loopback; rank 0 listens there, 0 takes a free one (possible only in a world of one). A second call in one
     process is fine if it asks for the same topology, anything else raises ProcessGroupError.
     """
+    if not inspect.isbuiltin(torch.set_num_threads):
+        raise ProcessGroupError("torch.set_num_threads is replaced, as vLLM does in its own process: start the trainer in another process")
     if dist.is_initialized():
         sizes = (dist.get_rank(), dist.get_world_size())
         groups = (
@@ -42,7 +48,9 @@ def start(rank: int = 0, world_size: int = 1, port: int = 0, tensor_parallel: in
             parallel_state.get_context_parallel_world_size(),
         )
         if (*sizes, *groups) != (rank, world_size, tensor_parallel, context_parallel):
-            raise ProcessGroupError(f"this process is rank {sizes[0]} of {sizes[1]} with TP, CP = {groups}: start another process for a new topology")
+            raise ProcessGroupError(
+                f"this process is rank {sizes[0]} of {sizes[1]} with TP, CP = {groups}: start another process for a new topology"
+            )
         return
     if port == 0 and world_size > 1:
         raise ProcessGroupError(f"world_size={world_size} needs one port that every rank knows: give port > 0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -17,11 +17,13 @@ from rlk.model.config import Qwen3Config
 from rlk.model.trace import Trace
 from rlk.train import parameters
 from rlk.train.batch import MicroBatch
-from rlk.train.megatron import megatron_settings
+from rlk.train.megatron import Seeds, megatron_settings
 from rlk.train.modules import StrictAttention, StrictColumn, StrictConfig, StrictGPT, StrictHeadNorm, StrictLayer, StrictNorm, StrictRow
 from rlk.train.tokens import Tokens
 
-Seeds = Callable[[list[float]], Sequence[float]]
+
+class NonFiniteError(ArithmeticError):
+    """The model produced NaN or Inf; the message names the first row."""
 
 
 def _block(config: StrictConfig) -> TransformerBlockSubmodules:
@@ -90,6 +92,9 @@ class StrictModel:
             qkv_format="thd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
         )
         logits = self.module(batch.ids[None], batch.positions[None], None, packed_seq_params=packed)[0]
+        bad = (~torch.isfinite(logits)).any(dim=-1).nonzero()
+        if bad.numel():
+            raise NonFiniteError(f"logits of packed row {int(bad[0])} are not finite: trace the samples to find where it begins")
         active = torch.zeros(batch.tokens, dtype=torch.bool)
         active[batch.rows] = True
         targets = torch.zeros(batch.tokens, dtype=torch.int64)

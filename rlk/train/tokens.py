@@ -51,7 +51,9 @@ class Tokens:
             raise LayoutError(f"{rows} rows under a layout of {self._batch.tokens} tokens: the layout belongs to another micro-batch")
         return self._batch
 
-    def on_gradient(self, y: torch.Tensor, parameter: torch.nn.Parameter, gradient: Callable[[MicroBatch, torch.Tensor], torch.Tensor]) -> None:
+    def on_gradient(
+        self, y: torch.Tensor, parameter: torch.nn.Parameter, gradient: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+    ) -> None:
         """When the gradient of y [tokens, …] arrives, add ``gradient(batch, dy)`` (fp32, the parameter's shape) to its main gradient."""
         if not y.requires_grad:
             return
@@ -76,4 +78,3 @@ class Tokens:
                 raise GradientError(f"{name} got no gradient: its operator does not register one, or is not reached from the loss")
             if parameter.grad is not None:
                 raise GradientError(f"{name} got a gradient through autograd, which casts it: keep its weight gradient outside")
-

@@ -1,0 +1,103 @@
+"""The native trainer model: Megatron-core's own local layers and torch's operators, nothing of this project's.
+
+It is the P arm of the ablations: what an unmodified trainer would score. Stock Megatron reaches for CUDA in four places on the way;
+each is given a CPU value through Megatron's own interface, and no arithmetic is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rlk.contract.numerics import Numerics
+from rlk.model.config import Qwen3Config
+from rlk.model.trace import Trace
+from rlk.train import parameters
+from rlk.train.batch import MicroBatch, Sample
+from rlk.train.megatron import Seeds, megatron_settings
+
+
+class CpuRotaryEmbedding(RotaryEmbedding):
+    """Megatron's rotary embedding, whose ``get_emb`` would move its frequencies to a CUDA device."""
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        freqs = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
+
+
+class NativeModel:
+    """Megatron's stock GPTModel in bf16; parameters by packed name, in model order."""
+
+    def __init__(self, config: Qwen3Config, numerics: Numerics, packed: Mapping[str, torch.Tensor]) -> None:
+        self.config, self.numerics = config, numerics
+        settings = TransformerConfig(**megatron_settings(config))
+        self.module = GPTModel(
+            config=settings,
+            transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+            vocab_size=config.padded_vocab(numerics),
+            max_sequence_length=config.max_position_embeddings,
+            position_embedding_type="rope",
+            rotary_base=config.rope_theta,
+            share_embeddings_and_output_weights=False,
+        ).bfloat16()
+        self.module.rotary_pos_emb = CpuRotaryEmbedding(
+            config.head_dim, rotary_percent=1.0, rotary_base=config.rope_theta, use_cpu_initialization=True
+        )
+        self.parameters = parameters.named_parameters(self.module, packed)
+        parameters.load(self.parameters, self.from_packed(packed))
+        parameters.prepare_gradients(self.parameters)
+
+    def from_packed(self, packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Packed tensors in the layout of the parameters: gate_up rows become [gate | up], as Megatron's MLP splits them."""
+        return {name: self._swap(tensor, self.numerics.canonical_tp, 2) if _gated(name) else tensor for name, tensor in packed.items()}
+
+    def to_packed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Inverse of :meth:`from_packed`."""
+        return {name: self._swap(tensor, 2, self.numerics.canonical_tp) if _gated(name) else tensor for name, tensor in tensors.items()}
+
+    @staticmethod
+    def _swap(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+        return tensor.reshape(outer, inner, -1, tensor.shape[1]).transpose(0, 1).reshape(tensor.shape)
+
+    def score(self, batch: MicroBatch, trace: Trace | None = None) -> list[float]:
+        """Logprob of every target. Raises ValueError if a trace is asked for: Megatron's own layers report no intermediates."""
+        if trace is not None:
+            raise ValueError("native mode records no intermediates: trace in strict mode")
+        with torch.no_grad():
+            return [value for sample in batch.samples for value in self._logp(sample).tolist()]
+
+    def accumulate(self, batch: MicroBatch, seeds: Seeds) -> None:
+        """Score with gradients, ask ``seeds`` for dL/dlogp of every target, and add autograd's bf16 gradients to the main gradients."""
+        scores = torch.cat([self._logp(sample) for sample in batch.samples])
+        scores.backward(torch.tensor(seeds(scores.tolist()), dtype=torch.float32))
+        for parameter in self.parameters.values():
+            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+            parameter.grad = None
+
+    def _logp(self, sample: Sample) -> torch.Tensor:
+        """fp32 logprob of every response token of one sample."""
+        ids = torch.tensor([sample.ids])
+        length = ids.shape[1]
+        # Stock attention would allocate its score buffer and its causal mask on a CUDA device.
+        heads = self.config.num_attention_heads
+        parallel_state.get_global_memory_buffer().buffer["mpu", torch.bfloat16] = torch.empty(heads * length * length, dtype=torch.bfloat16)
+        hidden_keys = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        logits = self.module(ids, torch.arange(length)[None], hidden_keys)[0, :, : self.config.vocab_size].float()
+        answer = sample.response.token_ids
+        logits = logits[-len(answer) - 1 : -1] / sample.request.sampling.scoring_temperature
+        if sample.response.support is not None:
+            kept = torch.zeros(logits.shape, dtype=torch.bool)
+            for row, ids_kept in enumerate(sample.response.support):
+                kept[row, list(ids_kept)] = True
+            logits = logits.masked_fill(~kept, float("-inf"))
+        return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def _gated(name: str) -> bool:
+    return name.endswith(".gate_up")

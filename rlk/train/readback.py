@@ -1,0 +1,57 @@
+"""What really runs in the trainer's process, read from the built objects."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rlk.contract.settings import require_neutral
+from rlk.kernels import dispatch
+
+
+def qualified(kind: type) -> str:
+    """Module and name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def modules(model: torch.nn.Module) -> dict[str, dict[str, str]]:
+    """Class of every module, and the nearest class in its ancestry that Megatron or torch defines (itself, if it is stock)."""
+    found = {}
+    for name, module in model.named_modules():
+        stock = next(kind for kind in type(module).__mro__ if kind.__module__.startswith(("megatron.", "torch.")))
+        found[name or "model"] = {"class": qualified(type(module)), "stock": qualified(stock)}
+    return found
+
+
+def gradient_scales(config: TransformerConfig) -> dict[str, float]:
+    """Factors Megatron would apply to gradients after the loss boundary; raises ContractError unless each is exactly 1."""
+    scale = config.grad_scale_func
+    scales = {"grad_scale_func": 1.0 if scale is None else float(scale(torch.ones(())))}
+    require_neutral(scales)
+    return scales
+
+
+def process() -> dict[str, Any]:
+    """Versions, topology and floating-point state of this process."""
+    tiny = torch.full((64,), 1e-39) * torch.ones(64)
+    return {
+        "versions": {"megatron-core": megatron.core.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "transport": dist.get_backend(),
+        "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+        "context_parallel": parallel_state.get_context_parallel_world_size(),
+        "threads": torch.get_num_threads(),
+        "flushes_subnormals": bool((tiny == 0).any()),
+    }
+
+
+def kernels() -> list[dict[str, Any]]:
+    """Operators of this project that ran in this process since the last reset."""
+    return [vars(ran) for ran in dispatch.readback()]

@@ -1,0 +1,242 @@
+"""The trainer: scores, updates, publishes and resumes one Megatron-core model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rlk.contract.numerics import DEFAULT, Numerics
+from rlk.contract.update import MAX_GRAD_NORM, AdamParams, GrpoParams
+from rlk.kernels.rope import table_hash
+from rlk.model.layout import pack_weights, unpack_weights
+from rlk.model.trace import Trace
+from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint
+from rlk.train import parameters, process, readback, state
+from rlk.train.batch import MicroBatch, Sample, micro_batches
+from rlk.train.native import NativeModel
+from rlk.train.objective import BatchLoss, LossSummary, Scores
+from rlk.train.optimizer import Adam
+from rlk.train.strict import StrictModel
+
+Mode = Literal["strict", "native"]
+_MODELS: dict[str, type[StrictModel] | type[NativeModel]] = {"strict": StrictModel, "native": NativeModel}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint written for the rollout engine; model_hash names its bytes."""
+
+    path: Path
+    version: int
+    model_hash: str
+
+
+@dataclass(frozen=True)
+class StepMetrics(LossSummary):
+    """One update: the loss's figures and the optimizer's.
+
+    grad_norm: before clipping. grad_scale: factor of the clip, 1 if none. gradient_hashes: SHA-256 of every fp32 main gradient before
+    clipping, by packed name. model_hash_before, model_hash_after: of the bf16 weights.
+    """
+
+    grad_norm: float
+    grad_scale: float
+    lr: float
+    updates: int
+    gradient_hashes: dict[str, str]
+    model_hash_before: str
+    model_hash_after: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+class MegatronTrainer:
+    """One model in one process; a process has one trainer and never an in-process vLLM.
+
+    checkpoint: Hugging Face Qwen3 dense, bf16; its weights are also the frozen reference. mode: "strict" computes with this project's
+    operators, "native" with Megatron's and torch's own. micro_batch_size: samples per forward; it changes no score byte, and is the unit
+    in which gradients are folded. port: rendezvous on loopback, 0 for a free one.
+    Raises CheckpointError, ContractError or ProcessGroupError in one line.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        mode: Mode = "strict",
+        numerics: Numerics = DEFAULT,
+        micro_batch_size: int = 8,
+        grpo: GrpoParams = GrpoParams(),  # noqa: B008 (frozen)
+        adam: AdamParams = AdamParams(),  # noqa: B008 (frozen)
+        max_norm: float = MAX_GRAD_NORM,
+        port: int = 0,
+    ) -> None:
+        if mode not in _MODELS:
+            raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(_MODELS)}")
+        source = load_checkpoint(checkpoint)
+        process.start(port=port)
+        self.checkpoint, self.mode, self.numerics, self.grpo = Path(checkpoint), mode, numerics, grpo
+        self.config, self.micro_batch_size, self.version = source.config, micro_batch_size, 0
+        packed = pack_weights(source.tensors, source.config, numerics)
+        self.model = _MODELS[mode](source.config, numerics, packed)
+        self._reference = {name: parameter.detach().clone() for name, parameter in self.model.parameters.items()}
+        self._reference_hash = self._model_hash = source.model_hash
+        real_rows = dict.fromkeys(("embedding", "lm_head"), source.config.vocab_size)
+        self.optimizer = Adam(self.model.parameters, adam, shards=numerics.canonical_tp, real_rows=real_rows, max_norm=max_norm)
+
+    def score(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Logprob of every response token under the present weights, fp32 values, aligned with ``samples``.
+
+        Scores exactly the ids of each response, at its request's temperature and over its retained ids; its logprobs are not read.
+        """
+        scores: dict[int, list[float]] = {sample.sample_id: [] for sample in samples}
+        for batch in self._batches(samples):
+            scores.update(zip((sample.sample_id for sample in batch.samples), batch.per_sample(self.model.score(batch))))
+        return [scores[sample.sample_id] for sample in samples]
+
+    def reference_score(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """The same under the weights of the checkpoint that the trainer started from."""
+        with self._weights(self._reference):
+            return self.score(samples)
+
+    def trace(self, samples: Sequence[Sample]) -> dict[int, dict[str, torch.Tensor]]:
+        """Intermediates of scoring by sample id and name (``rlk.model.trace``); rows are the tokens of the sample, prompt first.
+
+        "logp" is +0 in rows that predict no response token. Strict mode only.
+        """
+        result: dict[int, dict[str, torch.Tensor]] = {}
+        for batch in self._batches(samples):
+            trace = Trace()
+            self.model.score(batch, trace)
+            edges = batch.cu_seqlens.tolist()
+            for sample, start, end in zip(batch.samples, edges, edges[1:]):
+                result[sample.sample_id] = {name: rows[start:end] for name, rows in trace.tensors().items()}
+        return result
+
+    def step(
+        self,
+        samples: Sequence[Sample],
+        rewards: Sequence[float],
+        groups: Sequence[int],
+        old_scores: Scores,
+        *,
+        lr: float,
+        reference_scores: Scores | None = None,
+    ) -> StepMetrics:
+        """One GRPO update; all lists are aligned with ``samples``.
+
+        groups: samples with one number are compared with each other. old_scores: :meth:`score` before the update; reference_scores:
+        :meth:`reference_score`, needed for a KL term. Raises LossError, GradientError, GradientNormError, OptimizerError or ContractError;
+        weights and moments are then as before, except after an OptimizerError.
+        """
+        loss = BatchLoss(samples, rewards, groups, old_scores, reference_scores, self.grpo)
+        self.optimizer.zero_gradients()
+        for batch in self._batches(samples):
+            self.model.accumulate(batch, partial(loss.seeds, batch))
+        summary = loss.summary()
+        before = self._model_hash
+        norm, scale = self.optimizer.update(lr)
+        self._model_hash = model_hash(self.hf_tensors())
+        return StepMetrics(
+            **vars(summary),
+            grad_norm=norm,
+            grad_scale=scale,
+            lr=lr,
+            updates=self.optimizer.updates,
+            gradient_hashes=self.optimizer.gradient_hashes(),
+            model_hash_before=before,
+            model_hash_after=self._model_hash,
+        )
+
+    def publish(self, directory: Path, version: int) -> Published:
+        """Write the weights as a Hugging Face checkpoint with the start checkpoint's tokenizer files; the directory must not exist."""
+        facts = {"rlk_version.json": json.dumps({"version": version, "updates": self.optimizer.updates, "mode": self.mode}) + "\n"}
+        written = save_checkpoint(directory, self.config, self.hf_tensors(), companions=self.checkpoint, files=facts)
+        self.version = version
+        return Published(Path(directory), version, written)
+
+    def load(self, directory: Path, version: int) -> str:
+        """Take weights from a checkpoint of the same architecture and start the optimizer over; returns the model's hash read back.
+
+        The reference stays the checkpoint that the trainer started from.
+        """
+        source = load_checkpoint(directory)
+        packed = pack_weights(source.tensors, self.config, self.numerics)
+        parameters.load(self.model.parameters, self.model.from_packed(packed))
+        self.optimizer.zero_gradients()
+        self.optimizer.reset()
+        self.version = version
+        self._model_hash = model_hash(self.hf_tensors())
+        return self._model_hash
+
+    def save_state(self, directory: Path) -> None:
+        """Everything needed to go on: masters, moments, counters and the settings they belong to."""
+        state.save(directory, self.optimizer, {**self._identity(), "version": self.version, "model_hash": self._model_hash})
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from :meth:`save_state` with equal bytes; raises StateError for a state of another model, reference or setting."""
+        held = state.load(directory, self.optimizer, self._identity())
+        self.version = int(held["version"])
+        self._model_hash = model_hash(self.hf_tensors())
+        if self._model_hash != held["model_hash"]:
+            raise state.StateError(f"{directory}: the restored weights hash to {self._model_hash}, not {held['model_hash']}: save it again")
+
+    def hf_tensors(self) -> dict[str, torch.Tensor]:
+        """The weights that the model computes with, by HF name."""
+        held = {name: parameter.detach() for name, parameter in self.model.parameters.items()}
+        return unpack_weights(self.model.to_packed(held), self.config, self.numerics)
+
+    def readback(self) -> dict[str, Any]:
+        """JSON values read from what is built and has run: classes, versions, kernels, hashes of the weights and the rope table."""
+        found: dict[str, Any] = {
+            "engine": "megatron-core",
+            "mode": self.mode,
+            **readback.process(),
+            "numerics": self.numerics.record(self.config.vocab_size, "cpu"),
+            "modules": readback.modules(self.model.module),
+            "gradient_scales": readback.gradient_scales(self.model.module.config),
+            "kernels": readback.kernels(),
+            "weight_version": self.version,
+            "updates": self.optimizer.updates,
+            "model_hash": model_hash(self.hf_tensors()),
+            "reference_hash": self._reference_hash,
+        }
+        if isinstance(self.model, StrictModel):
+            found["rope_table"] = table_hash(self.model.module.config.table)
+        return found
+
+    def _identity(self) -> dict[str, Any]:
+        adam = {name: value for name, value in asdict(self.optimizer.params).items() if name != "lr"}
+        return {
+            "mode": self.mode, "numerics": self.numerics.as_dict(), "config": self.config.to_dict(), "adam": adam,
+            "max_norm": self.optimizer.max_norm, "grpo": asdict(self.grpo), "reference_hash": self._reference_hash,
+        }  # fmt: skip
+
+    def _batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
+        for sample in samples:
+            if len(sample.ids) > self.config.max_position_embeddings:
+                raise ValueError(
+                    f"sample {sample.sample_id} has {len(sample.ids)} tokens, the model {self.config.max_position_embeddings} positions"
+                )
+        return micro_batches(samples, self.micro_batch_size, self.numerics)
+
+    @contextmanager
+    def _weights(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Compute with other weights of the same layout, and put the own ones back."""
+        own = {name: parameter.data for name, parameter in self.model.parameters.items()}
+        try:
+            for name, parameter in self.model.parameters.items():
+                parameter.data = tensors[name]
+            yield
+        finally:
+            for name, parameter in self.model.parameters.items():
+                parameter.data = own[name]
