@@ -1,6 +1,6 @@
 """CPU backend of det_gemm as ``torch.library`` operators; arithmetic in det_gemm.cpp.
 
-The three contractions are one C++ function with different strides. ``op`` names the operator that asked, so that lm_head, which shares
+The three contractions are one C++ function over plain or transposed operands. ``op`` names the operator that asked, so that lm_head, which shares
 this library, is read back under its own name.
 """
 
@@ -21,7 +21,7 @@ def product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: t
     (rows, k), columns = x.shape, w.shape[0]
     out = torch.empty(rows, columns, dtype=out_dtype)
     bf16 = int(out_dtype == torch.bfloat16)
-    LIBRARY.call("det_gemm", x, k, 1, w, k, 1, None, None, splits, out, bf16, rows, columns, k, op=op)
+    LIBRARY.call("det_gemm", x, 0, w, 0, None, None, splits, out, bf16, rows, columns, k, op=op)
     return out
 
 
@@ -30,7 +30,7 @@ def input_grad(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch
     dy, w = dy.to(torch.bfloat16).contiguous(), w.contiguous()
     (rows, n), k = dy.shape, w.shape[1]
     out = torch.empty(rows, k, dtype=torch.bfloat16)
-    LIBRARY.call("det_gemm", dy, n, 1, w, 1, k, None, None, splits, out, 1, rows, k, n, op=op)
+    LIBRARY.call("det_gemm", dy, 0, w, 1, None, None, splits, out, 1, rows, k, n, op=op)
     return out
 
 
@@ -40,7 +40,7 @@ def weight_grad(op: str, x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor,
     k, n = x.shape[1], dy.shape[1]
     out = torch.empty(n, k, dtype=torch.float32)
     index, offsets = index.contiguous(), offsets.contiguous()
-    LIBRARY.call("det_gemm", dy, 1, n, x, 1, k, index, offsets, offsets.numel() - 1, out, 0, n, k, index.numel(), op=op)
+    LIBRARY.call("det_gemm", dy, 1, x, 1, index, offsets, offsets.numel() - 1, out, 0, n, k, index.numel(), op=op)
     return out
 
 
