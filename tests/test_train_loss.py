@@ -87,7 +87,8 @@ def test_batch_by_hand() -> None:
     samples = [sample(1, 3), sample(0, 1), sample(2, 0)]
     old = [[-1.0, -2.0, -3.0], [-0.5], []]
     loss = BatchLoss(samples, [0.0, 1.0, 0.5], [0, 0, 0], old, old, PARAMS)
-    seeds = [value for batch in micro_batches(samples, 1, DEFAULT) for value in loss.seeds(batch, old[0] if len(batch.rows) == 3 else old[1])]
+    fresh = {1: old[0], 0: old[1]}
+    seeds = [value for batch in micro_batches(samples, 1, DEFAULT) for value in loss.seeds(batch, fresh[batch.samples[0].sample_id])]
     std = math.sqrt((0.25 + 0.25) / 3)
     good, bad = 0.5 / (std + 1e-6), -0.5 / (std + 1e-6)
     assert seeds == pytest.approx([-good / 4] + [-bad / 4] * 3, rel=1e-12)

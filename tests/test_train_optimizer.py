@@ -78,9 +78,8 @@ def test_parameters_become_rounded_masters_and_norms_do_not_decay() -> None:
     assert (scale, made.updates) == (1.0, 1)
     assert norm > 0
     for name, parameter in made.parameters.items():
-        expected, _, _ = adam(
-            before[name], torch.zeros_like(before[name]), torch.zeros_like(before[name]), made.gradients[name], step, name != "layers.0.input_norm"
-        )
+        zero, decays = torch.zeros_like(before[name]), name != "layers.0.input_norm"
+        expected, _, _ = adam(before[name], zero, zero, made.gradients[name], step, decays)
         assert torch.equal(made.master[name], expected)
         assert torch.equal(parameter.data, expected.bfloat16())
         assert not torch.equal(expected, before[name])

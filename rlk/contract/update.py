@@ -106,9 +106,6 @@ def group_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
         raise ContractError(f"rewards {list(rewards)} are empty or not finite: score every sample of the group")
     if min(rewards) == max(rewards):
         return (0.0,) * len(rewards)  # the mean of equal values may be off by a rounding
-    if min(rewards) == max(rewards):
-        # The mean of equal numbers can be off by a rounding (three 0.1), which the division by 1e-6 would magnify.
-        return (0.0,) * len(rewards)
     mean = _ordered_sum(rewards) / len(rewards)
     centred = [r - mean for r in rewards]
     std = math.sqrt(_ordered_sum([c * c for c in centred]) / len(rewards))
