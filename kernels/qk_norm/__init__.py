@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlk.contract.numerics import is_power_of_two
+from rlk.contract.orders import fold_pairs
 from rlk.kernels.dispatch import select
 from rlk.kernels.leaves import check_leaves
 from rlk.kernels.qk_norm import cpu
@@ -71,6 +72,4 @@ def qk_norm_gamma_grad(
     The shards of :func:`qk_norm_shard_gamma_grads` (same arguments and errors), joined by the tree of adjacent pairs in fp32.
     """
     roots = qk_norm_shard_gamma_grads(x, dy, eps, leaf_index, leaf_offsets, shards, backend=backend)
-    while roots.shape[0] > 1:
-        roots = roots[0::2] + roots[1::2]
-    return roots[0]
+    return fold_pairs(list(roots), torch.add)
