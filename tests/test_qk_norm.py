@@ -127,7 +127,7 @@ def test_gamma_gradient_is_invariant_to_tp_and_cp(tp: int, cp: int) -> None:
             piece = slice(heads.start, heads.stop)
             offsets = OFFSETS[leaves.start : leaves.stop + 1] - first
             own.append(qk_norm_shard_gamma_grads(x[:, piece], dy[:, piece], EPS, INDEX[first:last], offsets, SHARDS // tp))
-        shards += list(fold_pairs(own, torch.add))
+        shards.extend(fold_pairs(own, torch.add).unbind())
     assert _same(fold_pairs(shards, torch.add), _gamma_grad(x, dy, INDEX, OFFSETS))
 
 

@@ -152,9 +152,9 @@ def test_wrong_arguments_are_refused() -> None:
             rms_norm(*arguments, EPS)
     wrong = [(x.float(), dy, INDEX, OFFSETS), (x, dy[1:], INDEX, OFFSETS), (x, dy, INDEX.int(), OFFSETS), (x, dy, INDEX, OFFSETS[:-1])]
     wrong += [(x[:10], dy[:10], INDEX, OFFSETS), (x, dy, INDEX - 1, OFFSETS), (x, dy, INDEX, OFFSETS.flip(0)), (x, dy, INDEX, OFFSETS + 1)]
-    for arguments in wrong:
+    for rows, grad, index, offsets in wrong:
         with pytest.raises(ValueError, match="rms_norm_gamma_grad: "):
-            rms_norm_gamma_grad(arguments[0], arguments[1], EPS, arguments[2], arguments[3])
+            rms_norm_gamma_grad(rows, grad, EPS, index, offsets)
     with pytest.raises(BackendUnavailable):
         rms_norm(x, gamma, EPS, backend="triton")
 

@@ -13,6 +13,5 @@ def pack(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def unpack(x: torch.Tensor, mask: torch.Tensor, fill: float) -> torch.Tensor:
     """The rows of x at the true places of mask, b then s ascending, ``fill`` at the others. x: [T, ...]."""
-    rows = iter(x)
-    blank = torch.full_like(x[:1].sum(0), fill) if x.shape[0] else x.new_full(x.shape[1:], fill)
+    rows, blank = iter(x), x.new_full(x.shape[1:], fill)
     return torch.stack([torch.stack([next(rows) if real else blank for real in line]) for line in mask.tolist()])
