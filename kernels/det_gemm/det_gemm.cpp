@@ -8,8 +8,9 @@
 #include <memory>
 
 #include "numerics.h"
-#ifdef __AVX2__
+#if defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
+#define RLK_AVX2 1
 #endif
 
 using namespace rlk;
@@ -32,8 +33,8 @@ constexpr int64_t kPanel = 24;        // columns of one packed panel: three vect
 constexpr int64_t kDepth = 256;       // k of one packed panel, 24 KiB: stays in the first-level cache
 constexpr int64_t kRows = 128;        // rows of one task
 constexpr int64_t kPanels = 10;       // panels of one task, at most
-constexpr int64_t kDirectRows = 4;    // up to this many rows packing b costs more than it saves
-constexpr int64_t kDirectDepth = 1024;
+constexpr int64_t kDirectRows = 4;    // up to this many rows, packing b costs more than it saves
+constexpr int64_t kDirectDepth = 4096;
 
 // `rows` × k elements; element (row, k) lies at row·ld + k, or at k·ld + row when transposed.
 struct Operand {
@@ -54,9 +55,9 @@ RLK_INLINE void store(void* to, T value) {
   std::memcpy(to, &value, sizeof(T));
 }
 
-// GCC does not reliably turn a loop of std::fma over lanes into one instruction.
+// The two places where GCC does not find the one instruction by itself.
 RLK_INLINE F8 fma8(F8 a, F8 b, F8 c) {
-#ifdef __AVX2__
+#ifdef RLK_AVX2
   return F8(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
 #else
   F8 value;
@@ -65,7 +66,13 @@ RLK_INLINE F8 fma8(F8 a, F8 b, F8 c) {
 #endif
 }
 
-RLK_INLINE F8 widen(H8 bf16) { return F8(__builtin_convertvector(bf16, W8) << 16); }
+RLK_INLINE F8 widen(H8 bf16) {
+#ifdef RLK_AVX2
+  return F8(_mm256_slli_epi32(_mm256_cvtepu16_epi32(__m128i(bf16)), 16));
+#else
+  return F8(__builtin_convertvector(bf16, W8) << 16);
+#endif
+}
 
 // Two adjacent floats, four times over.
 RLK_INLINE F8 twice_four(const float* from) {
@@ -92,9 +99,9 @@ RLK_INLINE void transpose_8x8(H8* t) {
 // At most 8 elements, the rest +0, never reading past them.
 RLK_INLINE H8 load_some(const uint16_t* from, int64_t count) {
   if (count >= 8) return load<H8>(from);
-  H8 value = {};
-  if (count > 0) std::memcpy(&value, from, 2 * count);
-  return value;
+  uint16_t some[8] = {};
+  for (int64_t i = 0; i < count; ++i) some[i] = from[i];
+  return load<H8>(some);
 }
 
 // Rows row … row+7 of the group of `count` ≤ 16 positions from `position`: tile[j][0] is k 0–7 of row j, tile[j][1] is k 8–15; the rest is +0.
@@ -113,7 +120,7 @@ RLK_INLINE void gather(const Operand& x, int64_t row, const int64_t* index, int6
     for (int64_t i = 0; i < 8; ++i) {
       const int64_t at = 8 * half + i;
       const int64_t k = at >= count ? -1 : index ? index[position + at] : position + at;
-      lines[i] = load_some(x.data + k * x.ld + row, k < 0 ? 0 : rows);
+      lines[i] = k < 0 ? H8{} : load_some(x.data + k * x.ld + row, rows);
     }
     transpose_8x8(lines);
     for (int64_t j = 0; j < 8; ++j) tile[j][half] = lines[j];
@@ -135,7 +142,8 @@ void pack_rows(const Operand& x, int64_t row, int64_t rows, const int64_t* index
     }
 }
 
-// One panel of b. Per group and eight columns: two quads (columns 0, 1, 4, 5 and 2, 3, 6, 7) of eight vectors; vector i holds k 2i, 2i+1 of four columns.
+// One panel of b. Per group and eight columns: two quads (columns 0, 1, 4, 5 and 2, 3, 6, 7) of eight vectors; vector i of a quad holds
+// k 2i and 2i+1 of its four columns.
 void pack_panel(const Operand& x, int64_t row, const int64_t* index, int64_t position, int64_t last, float* to) {
   for (; position < last; position += kGroup)
     for (int64_t v = 0; v < kPanel; v += 8) {
