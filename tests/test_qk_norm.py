@@ -118,7 +118,7 @@ def test_gamma_gradient_adds_tokens_then_heads_then_leaves_then_shards() -> None
 def test_gamma_gradient_is_invariant_to_tp_and_cp(tp: int, cp: int) -> None:
     """Each rank sends one partial per shard; leaves are joined over CP first, then shards over TP."""
     x, _, dy = _inputs()
-    shards = []
+    shards: list[torch.Tensor] = []
     for rank in range(tp):
         heads, own = owned(tp, rank, HEADS), []
         for leaf_rank in range(cp):

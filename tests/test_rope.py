@@ -54,6 +54,15 @@ def test_table_does_not_depend_on_its_length_or_on_threads() -> None:
     torch.set_num_threads(before)
 
 
+def test_table_is_a_plain_cpu_tensor_wherever_it_is_first_asked_for() -> None:
+    rope_table.cache_clear()
+    with torch.inference_mode(), torch.device("meta"):
+        table = rope_table(DIM, THETA, LENGTH)
+    x, positions, dy = _inputs()
+    rope(x.requires_grad_(), positions, table).backward(dy)
+    assert torch.equal(_bits(table), _bits(TABLE))
+
+
 def test_an_fp32_table_would_be_another_one() -> None:
     inv_freq = THETA ** -(torch.arange(0, DIM, 2).float() / DIM)
     angle = torch.arange(LENGTH).float()[:, None] * inv_freq

@@ -48,7 +48,7 @@ def weight_grad(ids: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offset
     used, order = torch.sort(ids[token], stable=True)
     run_ids, counts = torch.unique_consecutive(used, return_counts=True)
     begin = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-    dweight = torch.zeros(rows, dy.shape[1], dtype=torch.float32)
+    dweight = dy.new_zeros(rows, dy.shape[1], dtype=torch.float32)
     LIBRARY.call(
         "embedding_weight_grad", run_ids, begin, token[order], leaf[order], dy.contiguous(), dweight,
         run_ids.numel(), offsets.numel() - 1, dy.shape[1], op="embedding.weight_grad",

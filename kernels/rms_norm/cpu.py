@@ -57,7 +57,7 @@ def gamma_roots(
 ) -> torch.Tensor:
     """Gradient of gamma of every shard of heads, leaves joined, shards not: [shards, width] fp32."""
     width = x.shape[-1]
-    out = torch.empty(shards, width, dtype=torch.float32)
+    out = x.new_empty(shards, width, dtype=torch.float32)
     LIBRARY.call(
         "rms_norm_gamma_grad", x.contiguous(), dy.contiguous(), index.contiguous(), offsets.contiguous(), out,
         offsets.numel() - 1, heads, shards, width, float(eps), op=op,

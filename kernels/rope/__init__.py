@@ -25,8 +25,9 @@ def rope_table(head_dim: int, theta: float, max_positions: int) -> torch.Tensor:
         raise ValueError(
             f"rope_table: head_dim={head_dim} must be even and positive, theta={theta} and max_positions={max_positions} positive"
         )
-    inv_freq = torch.tensor([float(theta) ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64)
-    return cpu.build_table(inv_freq, max_positions)
+    frequencies = [float(theta) ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    with torch.inference_mode(False):  # the shared tensor must stay usable in a backward pass, wherever it was first asked for
+        return cpu.build_table(torch.tensor(frequencies, dtype=torch.float64, device="cpu"), max_positions)
 
 
 def table_hash(table: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ LIBRARY = NativeLibrary("rope", Path(__file__).with_name("rope.cpp"))
 
 
 def build_table(inv_freq: torch.Tensor, max_positions: int) -> torch.Tensor:
-    table = torch.empty(2, max_positions, inv_freq.numel(), dtype=torch.float32)
+    table = inv_freq.new_empty(2, max_positions, inv_freq.numel(), dtype=torch.float32)
     LIBRARY.call("rope_table", inv_freq, table, max_positions, inv_freq.numel(), op="rope.table")
     return table
 
