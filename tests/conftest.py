@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import settings
 
 from rlk.contract.judgments import Judgment, tolerance
 from rlk.contract.numerics import DEFAULT
@@ -18,6 +19,10 @@ RowFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 LeafFunction = Callable[..., torch.Tensor]
 BATCHES = (*GEMM_ROWS, 2048)
 THREADS = (1, 2, 3, 5)
+
+# A busy machine must not turn a law red, and a law must try the same examples in every run.
+settings.register_profile("rlk", deadline=None, derandomize=True)
+settings.load_profile("rlk")
 
 
 def _assert_same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:

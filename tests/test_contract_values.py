@@ -212,7 +212,7 @@ def test_a_broken_norm_raises(norm: float) -> None:
 def test_group_advantages() -> None:
     assert group_advantages([1.0, 0.0]) == (0.5 / (0.5 + 1e-6), -0.5 / (0.5 + 1e-6))
     assert group_advantages([0.3]) == (0.0,)
-    assert group_advantages([1.0] * 8) == (0.0,) * 8
+    assert group_advantages([0.1] * 3) == (0.0,) * 3
 
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=16))

@@ -138,7 +138,7 @@ def test_topologies_are_valid_and_use_eight_ranks() -> None:
 def test_arms() -> None:
     arms = {arm.name: arm for arm in ARMS}
     assert len(arms) == len(ARMS) == 12
-    assert (arms["M101"].attention, arms["M101"].ffn, arms["M101"].logp) == ("R/R", "P/P", "R/R")
+    assert (arms["M100"].attention, arms["M100"].ffn, arms["M100"].logp) == ("R/R", "P/P", "P/P")
     assert {name for name, arm in arms.items() if arm.must_be_zero} == {"M111", "G01"}
     assert {name for name, arm in arms.items() if arm.must_differ} == {"M000", "G00"}
     assert arms["mixed_PR"].attention == "P/R"
