@@ -77,9 +77,10 @@ class Adam:
         """One update at learning rate lr; the parameters become RNE bf16(master).
 
         Returns the gradient norm before clipping and the factor (1: not clipped). Raises GradientNormError on a non-finite gradient,
-        ContractError on a bad lr, OptimizerError on a padded vocabulary row that is not +0.
+        ContractError on a bad lr, OptimizerError on a padded vocabulary row that is not +0; nothing has changed then.
         """
         step = replace(self.params, lr=lr).step(self.updates + 1)
+        self.require_padding()
         gradients = self.gradients
         norm = gradient_norm(gradients, self.shards)
         scale = clip_scale(norm, self.max_norm)
@@ -91,7 +92,6 @@ class Adam:
             self.master[name], self.m[name], self.v[name] = adam(*state, gradient, step, parameter.dim() == 2)
         self.updates += 1
         self.publish()
-        self.require_padding()
         return norm, scale
 
     def publish(self) -> None:

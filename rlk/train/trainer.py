@@ -136,7 +136,7 @@ class MegatronTrainer:
 
         groups: samples with one number are compared with each other. old_scores: :meth:`score` before the update; reference_scores:
         :meth:`reference_score`, needed for a KL term. Raises LossError, GradientError, GradientNormError, OptimizerError or ContractError;
-        weights and moments are then as before, except after an OptimizerError.
+        weights and moments are then as before.
         """
         loss = BatchLoss(samples, rewards, groups, old_scores, reference_scores, self.grpo)
         self.optimizer.zero_gradients()
