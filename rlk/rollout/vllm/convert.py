@@ -1,0 +1,72 @@
+"""Requests into vLLM's parameters, vLLM's outputs into responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlk.contract.records import Request, Response
+from rlk.rollout.vllm.settings import KEY, EngineRefusal
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+
+def refusal(request: Request, vocab_size: int, max_model_len: int) -> str | None:
+    """Why this one sample cannot be generated, None if it can; the rest of its batch is not affected."""
+    length, largest = len(request.prompt_ids), max(request.prompt_ids)
+    if length >= max_model_len:
+        return f"refused: a prompt of {length} tokens leaves no room in a context of {max_model_len}"
+    if largest >= vocab_size:
+        return f"refused: prompt id {largest} is outside the vocabulary of {vocab_size}"
+    return None
+
+
+def refused_response(request: Request, reason: str, version: int) -> Response:
+    """A response without tokens whose finish_reason says why."""
+    return Response(request.sample_id, request.prompt_ids, (), (), None, reason, 0, version)
+
+
+def vllm_params(request: Request, stop_token_ids: Sequence[int], strict: bool) -> SamplingParams:
+    """vLLM's parameters of one request; only the selected token's logprob is asked for.
+
+    Strict: the contract's parameters travel in extra_args and vLLM's own stay at their defaults. Native: vLLM's own, without a seed, since
+    a seeded request crashes vLLM's CPU runner when its prompt is chunked; draws then follow the engine's seed and the order of requests.
+    """
+    from vllm import SamplingParams
+
+    sampling = request.sampling
+    mine: dict[str, Any]
+    if strict:
+        mine = {"extra_args": {KEY: {"sample_id": request.sample_id, "sampling": asdict(sampling)}}}
+    else:
+        mine = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return SamplingParams(
+        max_tokens=sampling.max_tokens, logprobs=0, detokenize=False, ignore_eos=True, stop_token_ids=list(stop_token_ids), **mine
+    )
+
+
+def response(request: Request, output: RequestOutput, kept: Sequence[Sequence[int]] | None, version: int) -> Response:
+    """One finished output. EngineRefusal if it is unfinished or lacks the logprob of a token; the record checks alignment and support."""
+    completion = output.outputs[0]
+    ids = tuple(int(token) for token in completion.token_ids)
+    if completion.finish_reason is None or completion.logprobs is None:
+        raise EngineRefusal(f"sample {request.sample_id}: vLLM returned an unfinished output or no logprobs")
+    logprobs = tuple(float(position[token].logprob) for position, token in zip(completion.logprobs, ids, strict=True))
+    support = tuple(tuple(token) for token in kept) if kept is not None else None
+    cached = int(output.num_cached_tokens or 0)
+    return Response(request.sample_id, request.prompt_ids, ids, logprobs, support, completion.finish_reason, cached, version)
+
+
+def eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of a checkpoint: generation_config.json, else config.json; none if neither names one."""
+    for name in ("generation_config.json", "config.json"):
+        path = checkpoint / name
+        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        ids = found.get("eos_token_id")
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()

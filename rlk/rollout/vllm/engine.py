@@ -1,0 +1,233 @@
+"""VllmEngine: real vLLM as a rollout engine, strict (the contract's operators) or native (untouched)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlk.contract.numerics import DEFAULT, Numerics
+from rlk.contract.records import Request, Response
+from rlk.model.config import Qwen3Config
+from rlk.rollout.vllm import convert
+from rlk.rollout.vllm.plugin import ARCHITECTURE, MODEL
+from rlk.rollout.vllm.settings import EXTENSION, LOGPROBS_MODE, WORKER, EngineRefusal, additional_config
+
+BLOCK_SIZE = 16
+"""Tokens per KV page in strict mode; native mode keeps vLLM's own choice."""
+
+_STRICT = {
+    "worker": WORKER,
+    "model": MODEL.replace(":", "."),
+    "sampler": "rlk.rollout.vllm.sampler.StrictSampler",
+    "attention": ["rlk.rollout.vllm.attention.RlkAttentionImpl"],
+    "block_size": BLOCK_SIZE,
+    "model_hash_of": "live parameters",
+}
+_NATIVE = {
+    "worker": "vllm.v1.worker.cpu_worker.CPUWorker",
+    "model": "vllm.model_executor.models.qwen3.Qwen3ForCausalLM",
+    "sampler": "vllm.v1.sample.sampler.Sampler",
+    "attention": ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"],
+    "numerics": None,
+    "kernels": [],
+}
+
+
+class VllmEngine:
+    """One vLLM engine on the CPU.
+
+    strict: model, attention and sampler of the contract inside vLLM's scheduler, paged cache, chunked prefill and prefix cache; anything
+    unsupported is refused at start by name. native: stock Qwen3, stock attention and sampler; requests are drawn from the engine's seed,
+    not from their own, and return no support. Both run eagerly with the same scheduler settings, and every start compares what was built
+    with what was asked for.
+
+    The engine runs in this process, where vLLM replaces ``torch.set_num_threads`` and ``torch.accelerator.*``: never share it with a
+    trainer. separate_process=True gives it a process of its own, at the price of a slower start; the process that starts it must then be
+    importable by ``multiprocessing`` (a script needs its ``__main__`` guard).
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        mode: Literal["strict", "native"],
+        numerics: Numerics = DEFAULT,
+        max_model_len: int = 512,
+        max_num_batched_tokens: int = 64,
+        max_num_seqs: int = 64,
+        kv_cache_bytes: int = 256 << 20,
+        stop_token_ids: Sequence[int] | None = None,
+        weight_version: int = 0,
+        seed: int = 0,
+        separate_process: bool = False,
+        rpc_timeout: float = 600.0,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """checkpoint: directory in Hugging Face layout; its weights are served as ``weight_version``.
+
+        max_model_len: tokens of prompt and response together. max_num_batched_tokens: budget of one step, which longer prompts are chunked
+        by. kv_cache_bytes: size of the paged cache. stop_token_ids: None takes the checkpoint's end-of-sequence ids. seed: of native draws.
+        rpc_timeout: seconds. engine_options: further arguments of ``vllm.LLM``.
+        Raises CheckpointError or EngineRefusal, each naming what is wrong.
+        """
+        if mode not in ("strict", "native"):
+            raise EngineRefusal(f"mode={mode!r} is neither 'strict' nor 'native'")
+        self.mode, self.numerics, self.max_model_len = mode, numerics, max_model_len
+        self.config = Qwen3Config.from_json(checkpoint)
+        self._stop = tuple(convert.eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
+        self._rpc_timeout = rpc_timeout
+        arguments: dict[str, Any] = {
+            "model": str(checkpoint),
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": max_model_len,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": True,
+            "logprobs_mode": LOGPROBS_MODE,
+            "seed": seed,
+            "worker_extension_cls": EXTENSION,
+            "use_tqdm_on_load": False,
+        }
+        if mode == "strict":
+            arguments |= {
+                "hf_overrides": {"architectures": [ARCHITECTURE]},
+                "worker_cls": WORKER,
+                "block_size": BLOCK_SIZE,
+                "additional_config": additional_config(numerics),
+            }
+        for name in engine_options or {}:
+            if name in arguments:
+                raise EngineRefusal(f"engine_options may not set {name}: it is fixed by the mode or has its own argument")
+        shared = ("enforce_eager", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill")
+        self._asked: dict[str, Any] = {
+            **{name: arguments[name] for name in (*shared, "enable_prefix_caching", "logprobs_mode")},
+            "runner": "vllm.v1.worker.cpu_model_runner.CPUModelRunner",
+            "attention_layers": self.config.num_hidden_layers,
+            "dtype": "torch.bfloat16",
+            "compile_mode": 0,
+            "subnormals_kept": True,
+            **({**_STRICT, "numerics": numerics.as_dict()} if mode == "strict" else _NATIVE),
+        }
+        _prepare_environment(separate_process)
+        from vllm import LLM
+
+        self._llm = LLM(**arguments, **(engine_options or {}))
+        self._rpc("rlk_start")
+        self._require_asked(self._rpc("rlk_readback"))
+        self._rpc("rlk_serve", weight_version)
+
+    def generate(self, requests: Sequence[Request]) -> list[Response]:
+        """Generate all requests together, in vLLM's continuous batches; responses come in the order of ``requests``.
+
+        A sample that cannot be generated comes back without tokens and with finish_reason "refused: …". Raises ValueError for a sample id
+        given twice and EngineRefusal if the weight version is unknown or changed underway.
+        """
+        ids = [request.sample_id for request in requests]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"sample id {next(i for i in ids if ids.count(i) > 1)} is given twice: ids name a sample within one call")
+        version = self._rpc("rlk_begin")
+        if version is None:
+            raise EngineRefusal("the weight version is unknown after a failed update: load a checkpoint before generating")
+        reasons = [convert.refusal(request, self.config.vocab_size, self.max_model_len) for request in requests]
+        accepted = [request for request, reason in zip(requests, reasons) if reason is None]
+        outputs = self._run(accepted) if accepted else []
+        finished = self._rpc("rlk_finish")
+        if finished["weight_version"] != version:
+            raise EngineRefusal(f"the weight version went from {version} to {finished['weight_version']} underway: generate again")
+        kept = {sample: supports for sample, supports in finished["supports"]}
+        done = {r.sample_id: convert.response(r, output, kept.get(r.sample_id), version) for r, output in zip(accepted, outputs, strict=True)}
+        for request in accepted if self.mode == "strict" else ():
+            if request.sampling.truncates and done[request.sample_id].support is None:
+                raise EngineRefusal(f"sample {request.sample_id}: truncated sampling returned no retained ids")
+        return [
+            done[request.sample_id] if reason is None else convert.refused_response(request, reason, version)
+            for request, reason in zip(requests, reasons)
+        ]
+
+    def load_weights(self, path: Path, version: int, *, announced: str | None = None) -> str:
+        """Serve the checkpoint in ``path`` as ``version``: returns the model hash read back from inside the worker.
+
+        The prefix cache is dropped. EngineRefusal for a version that is not newer, and for files whose hash is not ``announced``; the
+        engine then keeps serving the old weights. After any later failure the version is unknown and :meth:`generate` refuses.
+        """
+        current = self._rpc("rlk_begin")
+        if current is not None and version <= current:
+            raise EngineRefusal(f"weight version {version} is not newer than {current}: publish under a higher version")
+        loaded: str = self._rpc("rlk_load_weights", str(path), announced)
+        self.reset_prefix_cache()
+        self._rpc("rlk_serve", version)
+        return loaded
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. EngineRefusal if vLLM did not."""
+        if self._llm.reset_prefix_cache() is not True:
+            raise EngineRefusal("vLLM did not reset its prefix cache: wait for running requests, or restart the engine")
+
+    def trace(self, requests: Sequence[Request], path: Path, *, cold: bool = True) -> list[Response]:
+        """Generate as usual and write the intermediates of every computed position to ``path`` (safetensors, strict mode only).
+
+        Tensors are named "{sample}/{name}", rows by ascending position, with their positions in "{sample}/{name}.positions".
+        cold: drop the prefix cache first; a prefix that is served from it, or shared inside the call, has no rows.
+        """
+        if cold:
+            self.reset_prefix_cache()
+        self._rpc("rlk_trace", True)
+        try:
+            responses = self.generate(requests)
+            self._rpc("rlk_save_trace", str(path))
+        finally:
+            self._rpc("rlk_trace", False)
+        return responses
+
+    def readback(self) -> dict[str, Any]:
+        """What the worker really built and ran, JSON-able: runner, model, sampler, attention, settings, versions, weight version and hash,
+        operators that ran since the start. EngineRefusal if any of it differs from what was asked for."""
+        found: dict[str, Any] = self._rpc("rlk_readback")
+        self._require_asked(found)
+        return {"mode": self.mode, **found}
+
+    def close(self) -> None:
+        """Stop the engine and release its process group; the object is unusable afterwards."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        cleanup_dist_env_and_memory()
+
+    def _run(self, requests: Sequence[Request]) -> list[Any]:
+        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
+        params = [convert.vllm_params(request, self._stop, self.mode == "strict") for request in requests]
+        return self._llm.generate(prompts, params, use_tqdm=False)
+
+    def _rpc(self, method: str, *arguments: Any) -> Any:
+        # A worker that dies on the answer would leave the caller waiting for ever, hence always a timeout.
+        return self._llm.collective_rpc(method, timeout=self._rpc_timeout, args=arguments)[0]
+
+    def _require_asked(self, found: Mapping[str, Any]) -> None:
+        for name, asked in self._asked.items():
+            if found[name] != asked:
+                raise EngineRefusal(f"{self.mode} engine runs {name}={found[name]!r}, asked for {asked!r}")
+        strangers = [module for module in found["modules"] if module.split(".")[0] == "rlk"]
+        if self.mode == "native" and strangers:
+            raise EngineRefusal(f"native engine holds modules of rlk: {', '.join(strangers)}")
+
+
+def _prepare_environment(separate_process: bool) -> None:
+    """Variables that vLLM reads when it is imported or started; set here and nowhere else. No network, no usage report, one runner."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_DO_NOT_TRACK="1",
+        VLLM_HOST_IP="127.0.0.1",
+        VLLM_USE_V2_MODEL_RUNNER="0",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1" if separate_process else "0",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_bytes, in whole GiB

@@ -1,0 +1,166 @@
+"""Methods that VllmEngine calls inside the worker (``collective_rpc``): weights, read-back, supports, traces. Plain types only.
+
+Mixed into the strict worker and into the stock one alike; it adds methods and replaces none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from safetensors.torch import save_file
+
+from rlk.kernels import dispatch
+from rlk.model.config import Qwen3Config
+from rlk.model.weights import load_checkpoint, model_hash
+from rlk.rollout.vllm.model import RlkQwen3ForCausalLM
+from rlk.rollout.vllm.sampler import StrictSampler
+from rlk.rollout.vllm.settings import EngineRefusal
+
+
+class WorkerExtension:
+    """State lives in the worker, so that a version or a hash is never what the caller believes but what the worker holds."""
+
+    model_runner: Any
+    vllm_config: Any
+    _rlk_version: int | None
+    _rlk_hash: str
+    _rlk_before: dict[tuple[str, str, str], int]
+
+    def rlk_start(self) -> None:
+        """Take the identity of the weights that vLLM loaded; counts of operators start here."""
+        self._rlk_version = None
+        path = self.vllm_config.model_config.model
+        self._rlk_hash = self._rlk_confirm(path, load_checkpoint(Path(path)).model_hash)
+        self._rlk_before = {(ran.op, ran.backend, ran.kernel_id): ran.calls for ran in dispatch.readback()}
+
+    def rlk_load_weights(self, path: str, announced: str | None) -> str:
+        """Replace the weights by those of a checkpoint directory and return the hash of what is live afterwards.
+
+        Until :meth:`rlk_serve` the version is unknown. EngineRefusal, with the old weights and version untouched, if the files do not
+        hash to ``announced`` or belong to another configuration; CheckpointError for a tensor that is missing, extra or misshapen.
+        """
+        checkpoint = load_checkpoint(Path(path))
+        found = checkpoint.model_hash
+        if announced is not None and found != announced:
+            raise EngineRefusal(f"{path}: weights hash to {found}, announced was {announced}: publish the checkpoint again")
+        if checkpoint.config != Qwen3Config.from_json(Path(self.vllm_config.model_config.model)):
+            raise EngineRefusal(f"{path}: its config.json differs from the model that this engine was built for: start another engine")
+        self._rlk_version = None
+        model = self.model_runner.get_model()
+        if isinstance(model, RlkQwen3ForCausalLM):
+            model.load_weights(checkpoint.tensors.items())
+        else:
+            self.reload_weights(weights_iterator=iter(checkpoint.tensors.items()))  # type: ignore[attr-defined]
+        self._rlk_hash = self._rlk_confirm(path, found)
+        return self._rlk_hash
+
+    def rlk_serve(self, version: int) -> None:
+        """Name the loaded weights; only then does the engine answer requests."""
+        self._rlk_version = version
+
+    def rlk_begin(self) -> int | None:
+        """Forget earlier supports; the version about to serve, None while it is unknown."""
+        sampler = self._rlk_sampler()
+        if sampler:
+            sampler.clear()
+        return self._rlk_version
+
+    def rlk_finish(self) -> dict[str, Any]:
+        """Version that served, and [sample id, [retained ids of each output position]] of every truncating request."""
+        sampler = self._rlk_sampler()
+        supports = [[sample, [kept[at] for at in sorted(kept)]] for sample, kept in sampler.supports.items()] if sampler else []
+        return {"weight_version": self._rlk_version, "supports": supports}
+
+    def rlk_trace(self, on: bool) -> None:
+        """Collect the intermediates of strict mode from now on, or stop and forget them."""
+        sampler = self._rlk_sampler()
+        if not sampler:
+            raise EngineRefusal("a native engine has no trace: use mode='strict'")
+        sampler.recorder.switch(on)
+
+    def rlk_save_trace(self, path: str) -> None:
+        """Write the collected intermediates as one safetensors file (names: ``StepRecorder.tensors``)."""
+        sampler = self._rlk_sampler()
+        save_file(sampler.recorder.tensors() if sampler else {}, path)
+
+    def rlk_readback(self) -> dict[str, Any]:
+        """What this worker really built and ran, looked up in the live objects."""
+        runner, config = self.model_runner, self.vllm_config
+        model = runner.get_model()
+        layers = [module for module in model.modules() if hasattr(module, "impl")]
+        sampler = self._rlk_sampler()
+        live = self._rlk_weights_hash()
+        cache = layers[0].kv_cache
+        found = {
+            "worker": _name(self),
+            "runner": _name(runner),
+            "model": _name(model),
+            "modules": sorted({type(module).__module__ for module in model.modules()}),
+            "sampler": _name(runner.sampler),
+            "attention": sorted({_name(layer.impl) for layer in layers}),
+            "attention_layers": len(layers),
+            "kv_cache": {"shape": list(cache.shape), "stride": list(cache.stride()), "dtype": str(cache.dtype)},
+            "dtype": str(config.model_config.dtype),
+            "compile_mode": int(config.compilation_config.mode or 0),
+            "enforce_eager": bool(config.model_config.enforce_eager),
+            "enable_chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+            "enable_prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "block_size": int(config.cache_config.block_size),
+            "max_model_len": int(config.model_config.max_model_len),
+            "max_num_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
+            "max_num_seqs": int(config.scheduler_config.max_num_seqs),
+            "logprobs_mode": str(config.model_config.logprobs_mode),
+            "numerics": model.dense.numerics.as_dict() if isinstance(model, RlkQwen3ForCausalLM) else None,
+            "partial_prefill_rows": sampler.partial_rows if sampler else None,
+            "weight_version": self._rlk_version,
+            "model_hash": live or self._rlk_hash,
+            "model_hash_of": "live parameters" if live else "files handed to vLLM's loader, which may repack and drop them",
+            "kernels": self._rlk_kernels(),
+            "subnormals_kept": _subnormals_kept(),
+            "threads": torch.get_num_threads(),
+            "pid": os.getpid(),
+            "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_", "OMP_"))},
+            "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+        # A subclass of str (torch's version is one) kills vLLM's output thread on its way to another process; JSON leaves plain types.
+        plain: dict[str, Any] = json.loads(json.dumps(found))
+        return plain
+
+    def _rlk_sampler(self) -> StrictSampler | None:
+        sampler = self.model_runner.sampler
+        return sampler if isinstance(sampler, StrictSampler) else None
+
+    def _rlk_weights_hash(self) -> str | None:
+        model = self.model_runner.get_model()
+        return model_hash(model.dense.hf_tensors()) if isinstance(model, RlkQwen3ForCausalLM) else None
+
+    def _rlk_confirm(self, path: str, found: str) -> str:
+        live = self._rlk_weights_hash() or found
+        if live != found:
+            raise EngineRefusal(f"{path}: live weights hash to {live}, the files to {found}: restart the engine")
+        return live
+
+    def _rlk_kernels(self) -> list[dict[str, str | int]]:
+        result: list[dict[str, str | int]] = []
+        for ran in dispatch.readback():
+            calls = ran.calls - self._rlk_before.get((ran.op, ran.backend, ran.kernel_id), 0)
+            if calls:
+                result.append({"op": ran.op, "backend": ran.backend, "kernel_id": ran.kernel_id, "calls": calls})
+        return result
+
+
+def _name(thing: object) -> str:
+    kind = type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _subnormals_kept() -> bool:
+    """Halve the smallest normal fp32 number, in enough elements to reach every thread: flush to zero would give 0."""
+    smallest = torch.full((1 << 20,), torch.finfo(torch.float32).tiny)
+    return bool((smallest * 0.5 != 0).all())

@@ -1,0 +1,83 @@
+"""The one Qwen3 forward pass as a vLLM model: whole weights on one rank, attention over vLLM's paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+
+from rlk.model.config import CheckpointError
+from rlk.model.qwen3 import Qwen3Dense
+from rlk.rollout.vllm.attention import RlkAttentionBackend
+from rlk.rollout.vllm.settings import numerics_of, require_supported
+from rlk.rollout.vllm.tracing import StepRecorder
+
+
+class RlkQwen3ForCausalLM(nn.Module):
+    """Qwen3 dense behind vLLM's model interface; ids and positions are int64 [T], rows of all scheduled requests packed.
+
+    recorder: set by the worker; collects intermediates while a trace is on.
+    """
+
+    recorder: StepRecorder | None = None
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config, numerics = require_supported(vllm_config), numerics_of(vllm_config)
+        self.dense = Qwen3Dense(config, numerics, max_positions=vllm_config.model_config.max_model_len)
+        self.attention = nn.ModuleList(
+            Attention(
+                config.num_attention_heads,
+                config.head_dim,
+                config.attention_scale,
+                num_kv_heads=config.num_key_value_heads,
+                cache_config=vllm_config.cache_config,
+                prefix=f"{prefix}layers.{i}.attention",
+                attn_backend=RlkAttentionBackend,
+                kv_tile=numerics.kv_tile,
+                kv_split=numerics.kv_split,
+            )
+            for i in range(config.num_hidden_layers)
+        )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Part of vLLM's interface; embeddings are never fed in from outside, so nothing may call it."""
+        raise NotImplementedError("strict mode takes token ids, not embeddings: send prompt_token_ids")
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: object = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T] ids and positions -> final-norm hidden states [T, H] bf16."""
+        if intermediate_tensors is not None or inputs_embeds is not None:
+            raise NotImplementedError("strict mode runs the whole model on token ids: no pipeline stage, no input embeddings")
+        trace = self.recorder.begin(positions) if self.recorder else None
+        return self.dense(input_ids.long(), positions.long(), self._attend, trace)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[rows, H] -> fp32 [rows, vocab_size], one row per scheduled request."""
+        logits = self.dense.logits(hidden_states)
+        if self.recorder:
+            self.recorder.put_last_rows("logits", logits)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Take a whole checkpoint by HF name. CheckpointError on a tensor that is missing, extra, given twice, misshapen or not bf16."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:
+            if name in tensors:
+                raise CheckpointError(f"tensor {name} arrived twice: give every tensor once")
+            if tensor.dtype != torch.bfloat16:
+                raise CheckpointError(f"tensor {name} is {tensor.dtype}: the contract stores bf16 weights")
+            tensors[name] = tensor
+        self.dense.load_hf(tensors)
+        return {name for name, _ in self.named_parameters()}
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.attention[layer](q, k, v)

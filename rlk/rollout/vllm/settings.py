@@ -1,0 +1,73 @@
+"""What strict mode asks of vLLM, and the refusal of everything else: read by the engine, the worker and the model alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlk.contract.numerics import CONTRACT_VERSION, ContractError, Numerics
+from rlk.model.config import Qwen3Config
+from rlk.rollout.vllm.plugin import ARCHITECTURE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KEY = "rlk"
+"""Name of our entry in vLLM's ``additional_config`` and in a request's ``extra_args``."""
+
+WORKER = "rlk.rollout.vllm.worker.StrictWorker"
+EXTENSION = "rlk.rollout.vllm.extension.WorkerExtension"
+LOGPROBS_MODE = "processed_logprobs"
+
+
+class EngineRefusal(RuntimeError):
+    """The engine was asked for something that strict mode cannot keep, or runs something else than was asked; names it."""
+
+
+def additional_config(numerics: Numerics) -> dict[str, Any]:
+    """The plain JSON that carries ``numerics`` to wherever vLLM builds the model."""
+    return {KEY: {"numerics": numerics.as_dict()}}
+
+
+def numerics_of(vllm_config: VllmConfig) -> Numerics:
+    """The numerics that travelled in ``additional_config``; EngineRefusal without them or of another contract version."""
+    carried = vllm_config.additional_config
+    if not isinstance(carried, dict) or KEY not in carried:
+        raise EngineRefusal(f"additional_config has no {KEY!r} entry: start strict engines through rlk.rollout.vllm.engine.VllmEngine")
+    fields = dict(carried[KEY]["numerics"])
+    version = fields.pop("contract_version")
+    if version != CONTRACT_VERSION:
+        raise EngineRefusal(f"numerics are of contract version {version}, this worker implements {CONTRACT_VERSION}: install one rlk everywhere")
+    try:
+        return Numerics(**fields)
+    except (TypeError, ContractError) as error:
+        raise EngineRefusal(f"numerics {fields} are not usable: {error}") from error
+
+
+def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
+    """Refuse by name everything that strict mode does not cover; returns the model's configuration."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    ranks = parallel.world_size * parallel.data_parallel_size
+    refused = {
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "quantization": model.quantization is not None,
+        f"dtype {model.dtype}": str(model.dtype) != "torch.bfloat16",
+        f"KV cache dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", "bfloat16"),
+        f"{ranks} ranks (tensor, pipeline or data parallel)": ranks != 1,
+        "a KV transfer connector": vllm_config.kv_transfer_config is not None,
+        "custom logits processors": bool(model.logits_processors),
+        "asynchronous scheduling": bool(vllm_config.scheduler_config.async_scheduling),
+        f"compilation mode {int(vllm_config.compilation_config.mode or 0)}": bool(vllm_config.compilation_config.mode),
+        f"logprobs mode {model.logprobs_mode}": model.logprobs_mode != LOGPROBS_MODE,
+        f"architectures {model.architectures}": list(model.architectures or ()) != [ARCHITECTURE],
+        f"worker class {parallel.worker_cls}": parallel.worker_cls != WORKER,
+    }
+    for name, present in refused.items():
+        if present:
+            raise EngineRefusal(f"strict mode does not support {name}: leave it out, or use mode='native'")
+    config = Qwen3Config.from_json(Path(model.model))
+    if model.max_model_len > config.max_position_embeddings:
+        raise EngineRefusal(f"max_model_len={model.max_model_len} exceeds the {config.max_position_embeddings} positions of the model")
+    config.require(numerics_of(vllm_config))
+    return config
