@@ -301,3 +301,9 @@ def test_a_busy_port_is_one_line() -> None:
 def test_another_topology_in_one_process_is_refused(trainer: MegatronTrainer) -> None:
     with pytest.raises(process.ProcessGroupError, match="start another process"):
         process.start(rank=0, world_size=2, port=1)
+
+
+def test_a_process_that_vllm_has_patched_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    with pytest.raises(process.ProcessGroupError, match="another process"):
+        MegatronTrainer(checkpoint)

@@ -16,9 +16,14 @@ import torch
 from rlk.contract.numerics import DEFAULT
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
+from rlk.contract.topology import token_leaves
 from rlk.contract.update import AdamParams, GrpoParams
+from rlk.kernels.lm_head import lm_head, lm_head_weight_grad
+from rlk.kernels.logp import logp
+from rlk.kernels.rms_norm import rms_norm_gamma_grad
 from rlk.model.config import Qwen3Config
 from rlk.model.layout import hf_shapes, unpack_weights
+from rlk.model.trace import Trace
 from rlk.model.weights import load_checkpoint, save_checkpoint
 from rlk.train import process
 from rlk.train.batch import Sample, micro_batch
@@ -103,6 +108,35 @@ def test_every_gradient_is_accurate(checkpoint: Path, mode: str) -> None:
         error = (found[name] - gradient).norm() / gradient.norm()
         assert error < 3e-2, f"{name}: relative error {error:.4f}"
     assert all(parameter.grad is None for parameter in trainer.model.parameters.values())
+
+
+def test_weight_gradients_are_summed_in_token_order(checkpoint: Path) -> None:
+    """The gradients of the last two modules, computed once more from the traced activations, outside the model."""
+    samples = random_samples()
+    trainer = build(checkpoint)
+    batch = micro_batch(samples, DEFAULT)
+    trace = Trace()
+    trainer.model.score(batch, trace)
+    weights = torch.linspace(-1, 1, len(batch.rows)).tolist()
+    trainer.model.accumulate(batch, lambda scores: weights)
+    logits = torch.nn.functional.pad(trace.tensor("logits"), (0, 1024 - 260)).requires_grad_()
+    targets, temperature, seed = torch.zeros(batch.tokens, dtype=torch.int64), torch.ones(batch.tokens), torch.zeros(batch.tokens)
+    active = torch.zeros(batch.tokens, dtype=torch.bool)
+    targets[batch.rows], temperature[batch.rows], active[batch.rows] = batch.targets, batch.temperature, True
+    seed[batch.rows] = torch.tensor(weights)
+    logp(logits, targets, temperature, vocab_size=260, padded_vocab=1024, active=active).backward(seed)
+    leaves = token_leaves([len(sample.ids) for sample in samples])
+    index, offsets = torch.tensor(leaves.index), torch.tensor(leaves.offsets)
+    parameters, found = trainer.model.parameters, trainer.optimizer.gradients
+    expected = lm_head_weight_grad(trace.tensor("final_norm"), logits.grad.bfloat16(), index, offsets)
+    assert torch.equal(found["lm_head"], expected)
+    hidden = trace.tensor("final_norm").requires_grad_()
+    lm_head(hidden, parameters["lm_head"].detach(), grad_splits=8).backward(logits.grad)
+    residual = trace.tensor("layers.1.mlp_residual")
+    assert torch.equal(found["final_norm"], rms_norm_gamma_grad(residual, hidden.grad, CONFIG.rms_norm_eps, index, offsets))
+    # Control: tokens in packed order, without leaves, give other bytes.
+    packed, whole = torch.arange(batch.tokens), torch.tensor([0, batch.tokens])
+    assert not torch.equal(found["lm_head"], lm_head_weight_grad(trace.tensor("final_norm"), logits.grad.bfloat16(), packed, whole))
 
 
 def test_two_runs_have_equal_gradient_hashes(checkpoint: Path) -> None:

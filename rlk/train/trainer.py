@@ -60,7 +60,7 @@ class StepMetrics(LossSummary):
 
 
 class MegatronTrainer:
-    """One model in one process; a process has one trainer and never an in-process vLLM.
+    """One model in one process, which must not run vLLM in-process as well.
 
     checkpoint: Hugging Face Qwen3 dense, bf16; its weights are also the frozen reference. mode: "strict" computes with this project's
     operators, "native" with Megatron's and torch's own. micro_batch_size: samples per forward; it changes no score byte, and is the unit
