@@ -50,9 +50,10 @@ def det_gemm(
     """y = x·wᵀ with fp32 accumulation and one rounding at the end.
 
     x: [T, K] bf16; w: [N, K] bf16; returns [T, N] in out_dtype (bf16, or fp32 for the unrounded sums).
-    Reduction order: ``splits`` contiguous leaves of K. In a leaf, one fp32 accumulator from +0 and groups of 16 products counted from the
-    leaf's first k, the tail filled with +0. On the CPU a group is a row tree, fma(a[i], b[i], a[i+8]·b[i+8]) for i < 8 and then upper half onto
-    lower, then added to the accumulator once. Leaves are joined in fp32 by the tree of adjacent pairs. Contract, contraction rules 1, 2.
+    Reduction order (contract, contraction rules 1 and 2): ``splits`` contiguous leaves of K. In a leaf, one fp32 accumulator from +0 and
+    groups of 16 products counted from the leaf's first k, the tail filled with +0. On the CPU a group is summed by a row tree,
+    fma(a[i], b[i], a[i+8]·b[i+8]) for i < 8 and then upper half onto lower, and added to the accumulator once. Leaves are joined in fp32
+    by the tree of adjacent pairs.
     No element depends on T, N, its position, or the number of threads. NaN and Inf propagate; a NaN result is the quiet NaN 0x7fc0(0000).
     Differentiable in x only: dx = bf16(dy·w), contracted over N in ``grad_splits`` leaves, dy taken as bf16. The gradient of w is
     :func:`det_gemm_weight_grad`, in fp32, outside autograd (which would cast it).

@@ -1,7 +1,7 @@
 """CPU backend of det_gemm as ``torch.library`` operators; arithmetic in det_gemm.cpp.
 
-The three contractions are one C++ function over plain or transposed operands. ``op`` names the operator that asked, so that lm_head, which shares
-this library, is read back under its own name.
+The three contractions are one C++ function over plain or transposed operands. ``op`` names the operator that asked, so that lm_head,
+which shares this library, is read back under its own name.
 """
 
 from __future__ import annotations
