@@ -71,6 +71,9 @@ CONTRACTIONS: dict[str, Callable[[int, int, int], tuple[Run, Run]]] = {
     "input gradient": _input_grad,
     "weight gradient": _weight_grad,
 }
+DECODE_ROWS = 4
+"""Up to this many rows only the forward pass is of interest."""
+MEASURED = [(case, name) for case in CASES for name in CONTRACTIONS if case.m > DECODE_ROWS or name.startswith("forward")]
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +84,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("contraction", CONTRACTIONS)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.m}x{c.k}x{c.n}")
+@pytest.mark.parametrize(("case", "contraction"), MEASURED, ids=[f"{name} {c.m}x{c.k}x{c.n}" for c, name in MEASURED])
 def test_speed(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], case: Case, contraction: str) -> None:
     torch.manual_seed(0)
     ours, peer = CONTRACTIONS[contraction](case.m, case.k, case.n)
@@ -97,10 +99,10 @@ def test_speed(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], 
 
     benchmark.group = contraction
     benchmark.pedantic(ours, setup=time_peer, rounds=case.rounds, warmup_rounds=1)
-    ratio = min(peer_times) / benchmark.stats.stats.min
+    assert benchmark.stats is not None
+    fastest = benchmark.stats.stats.min
+    ratio = min(peer_times) / fastest
     benchmark.extra_info.update(torch_mm_fp32_seconds=min(peer_times), ratio=ratio)
     with capsys.disabled():
-        print(
-            f"\n{contraction} {case.m}x{case.k}x{case.n}: {ratio:.2f} of torch.mm fp32 ({benchmark.stats.stats.min * 1e3:.2f} ms)", end=" "
-        )
+        print(f"\n{contraction} {case.m}x{case.k}x{case.n}: {ratio:.2f} of torch.mm fp32 ({fastest * 1e3:.2f} ms)", end=" ")
     assert not case.required or ratio >= REQUIRED_RATIO, f"{contraction}: {ratio:.2f} of torch.mm, required is {REQUIRED_RATIO}"
