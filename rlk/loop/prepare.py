@@ -25,7 +25,7 @@ from rlk.model.config import CheckpointError, Qwen3Config
 from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint
 
 LABEL_FILE = "rlk.json"
-STEPS = 300
+STEPS = 260
 _BATCH = 16
 _LEARNING_RATE = 3e-3
 _SLIP_RATE = 0.1
