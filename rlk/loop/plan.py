@@ -1,0 +1,248 @@
+"""A resolved, validated run: everything that `rlk run` will do, before anything is written or started."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rlk.contract.records import Request
+from rlk.contract.sampling import SamplingParams
+from rlk.contract.topology import Topology
+from rlk.contract.update import AdamParams, GrpoParams
+from rlk.evidence.rundir import new_run_id
+from rlk.loop.arithmetic import Problem, problems
+from rlk.loop.prepare import LABEL_FILE, verify_checkpoint
+from rlk.loop.profile import DEFAULT_MODEL, Profile
+from rlk.loop.tokenizer import TextTokenizer
+from rlk.model.config import Qwen3Config
+from rlk.model.weights import load_checkpoint
+
+EngineMode = Literal["strict", "native"]
+TINY_LR = 1e-3
+LOOPBACK = "127.0.0.1"
+
+
+class PlanError(ValueError):
+    """A run that cannot be done here; one line with the remedy."""
+
+
+class CheckpointFacts(BaseModel):
+    """A verified start checkpoint. kind: its label, "unlabelled" without one. context: tokens of prompt and response together."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path
+    kind: str
+    model_hash: str
+    context: int
+
+
+class RunPlan(BaseModel):
+    """What a run does. Made by :func:`make_plan`; acceptance derives its arms with ``model_copy``.
+
+    train_mode, rollout_mode: "strict" computes with this project's operators, "native" is the stock engine. sampling: of every request,
+    but for its seed. unusable_prompts: numbers (from 0, over the whole run) of prompts that do not fit the context; they are sent all the
+    same, come back refused and are reported.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    directory: Path
+    train_mode: EngineMode
+    rollout_mode: EngineMode
+    checkpoint: CheckpointFacts
+    topology: Topology
+    sampling: SamplingParams
+    steps: int
+    prompts: int
+    group_size: int
+    micro_batch_size: int
+    adam: AdamParams
+    grpo: GrpoParams
+    seed: int
+    keep_versions: int
+    ray_address: str | None
+    port: int
+    backend: Literal["cpu"] = "cpu"
+    shortest_prompt: int
+    longest_prompt: int
+    unusable_prompts: tuple[int, ...] = ()
+
+    @property
+    def strict(self) -> bool:
+        """Both engines are strict: every logprob byte must be equal."""
+        return self.train_mode == self.rollout_mode == "strict"
+
+    @property
+    def samples(self) -> int:
+        """Samples of one update."""
+        return self.prompts * self.group_size
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return self.model_dump(mode="json")
+
+    def tasks(self, step: int) -> list[Problem]:
+        """Problems of update ``step`` (1 is the first)."""
+        return problems(step * self.prompts, self.seed)[-self.prompts :]
+
+    def requests(self, step: int, prompts: Sequence[tuple[int, ...]]) -> list[Request]:
+        """``group_size`` requests per prompt. Sample ids count over the whole run; each seed follows from (seed, step, sample id)."""
+        first = (step - 1) * self.samples
+        return [
+            Request(i, prompts[(i - first) // self.group_size], replace(self.sampling, seed=sample_seed(self.seed, step, i)))
+            for i in range(first, first + len(prompts) * self.group_size)
+        ]
+
+    def group(self, sample_id: int) -> int:
+        """Number of the sample's prompt, over the whole run."""
+        return sample_id // self.group_size
+
+
+def sample_seed(run_seed: int, step: int, sample_id: int) -> int:
+    """Seed of one request: 63 bits of SHA-256 over the three numbers."""
+    digest = hashlib.sha256(f"{run_seed} {step} {sample_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def make_plan(profile: Profile) -> RunPlan:
+    """Resolve and check a profile; reads the checkpoint and writes nothing.
+
+    Raises PlanError, ContractError, CheckpointError or PrepareError, each one line that names the value and the remedy.
+    """
+    topology = _topology(profile)
+    sampling = SamplingParams(profile.temperature, profile.top_p, profile.top_k, profile.max_response_len)
+    mode: EngineMode = "strict" if profile.mode == "consistency" else "native"
+    if mode == "native" and sampling.truncates:
+        raise PlanError(
+            "mode=native: the stock engine does not hand over retained ids, so top_p < 1 or top_k > 0 cannot be scored: drop them"
+        )
+    grpo = GrpoParams(group_size=profile.group_size, kl_coef=profile.kl_coef)
+    run_id = profile.run_id or new_run_id()
+    directory = profile.workspace.absolute() / run_id
+    if directory.exists():
+        raise PlanError(f"run directory {directory} exists: choose another --run-id, runs are never overwritten")
+    _require_port(profile.port)
+    if profile.ray_address:
+        _require_answer(profile.ray_address)
+    checkpoint, tokenizer = _checkpoint(profile.model, topology)
+    lr = profile.lr if profile.lr is not None else TINY_LR if checkpoint.kind.startswith("tiny") else AdamParams.lr
+    lengths = [len(tokenizer.encode(task.prompt)) for task in problems(profile.steps * profile.prompts, profile.seed)]
+    return RunPlan(
+        run_id=run_id,
+        directory=directory,
+        train_mode=mode,
+        rollout_mode=mode,
+        checkpoint=checkpoint,
+        topology=topology,
+        sampling=sampling,
+        steps=profile.steps,
+        prompts=profile.prompts,
+        group_size=profile.group_size,
+        micro_batch_size=profile.micro_batch_size,
+        adam=AdamParams(lr=lr, weight_decay=profile.weight_decay),
+        grpo=grpo,
+        seed=profile.seed,
+        keep_versions=profile.keep_versions,
+        ray_address=profile.ray_address,
+        port=profile.port,
+        shortest_prompt=min(lengths),
+        longest_prompt=max(lengths),
+        unusable_prompts=_unusable(lengths, sampling.max_tokens, checkpoint.context),
+    )
+
+
+def describe(plan: RunPlan) -> list[tuple[str, str]]:
+    """The plan as (what, value) rows for a person."""
+    t, s, numerics = plan.topology, plan.sampling, plan.topology.numerics
+    kept = f"top-p {s.top_p:g}, top-k {s.top_k}" if s.truncates else "every token kept"
+    engines = f"trainer {plan.train_mode} (Megatron-core), rollout {plan.rollout_mode} (vLLM), backend {plan.backend}"
+    cluster = f"the one at {plan.ray_address}" if plan.ray_address else "an own local one, loopback, no dashboard"
+    rows = [
+        ("run directory", str(plan.directory)),
+        ("engines", engines),
+        ("checkpoint", f"{plan.checkpoint.path} ({plan.checkpoint.kind}, {plan.checkpoint.model_hash[:16]}…)"),
+        ("topology", f"trainer TP {t.tp} × CP {t.cp}, rollout TP {t.rollout_tp} × CP {t.rollout_cp}"),
+        ("contract", ", ".join(f"{name} {value}" for name, value in numerics.as_dict().items())),
+        ("sampling", f"{'greedy' if s.greedy else f'temperature {s.temperature:g}'}, {kept}, at most {s.max_tokens} tokens"),
+        ("work", f"{plan.steps} updates × {plan.prompts} prompts × {plan.group_size} responses, micro-batches of {plan.micro_batch_size}"),
+        ("prompts", f"{plan.shortest_prompt}…{plan.longest_prompt} tokens in a context of {plan.checkpoint.context}"),
+        ("update", f"GRPO, lr {plan.adam.lr:g}, weight decay {plan.adam.weight_decay:g}, KL coefficient {plan.grpo.kl_coef:g}"),
+        ("seed", str(plan.seed)),
+        ("published weights", f"one version per update, the last {plan.keep_versions} kept"),
+        ("Ray", f"{cluster}; trainer rendezvous on {f'port {plan.port}' if plan.port else 'a free port'}"),
+        (
+            "ends as failed on",
+            "a differing logprob byte, an unchanged or unconfirmed hash" if plan.strict else "an unchanged or unconfirmed hash",
+        ),
+    ]
+    if plan.unusable_prompts:
+        rows.append(("refused prompts", f"{len(plan.unusable_prompts)} do not fit the context, first number {plan.unusable_prompts[0]}"))
+    return rows
+
+
+def _topology(profile: Profile) -> Topology:
+    topology = Topology(tp=profile.tp, cp=profile.cp, rollout_tp=profile.rollout_tp, rollout_cp=profile.rollout_cp)
+    for name in ("tp", "cp", "rollout_tp", "rollout_cp"):
+        if getattr(topology, name) != 1:
+            raise PlanError(f"{name}={getattr(topology, name)} does not run on cpu: tp, cp, rollout_tp and rollout_cp are 1 here")
+    return topology
+
+
+def _checkpoint(model: Path | None, topology: Topology) -> tuple[CheckpointFacts, TextTokenizer]:
+    path = (model or DEFAULT_MODEL).absolute()
+    if not path.is_dir():
+        remedy = (
+            "give --model DIR, or make one with `rlk prepare --tiny`" if model is None else "check --model, or run `rlk prepare --tiny`"
+        )
+        raise PlanError(f"no checkpoint in {path}: {remedy}")
+    label = verify_checkpoint(path) if (path / LABEL_FILE).exists() else None
+    config = Qwen3Config.from_json(path)
+    config.require(topology.numerics)
+    facts = CheckpointFacts(
+        path=path,
+        kind=label.kind if label else "unlabelled",
+        model_hash=label.model_hash if label else load_checkpoint(path).model_hash,
+        context=config.max_position_embeddings,
+    )
+    return facts, TextTokenizer.load(path)
+
+
+def _unusable(lengths: Sequence[int], response: int, context: int) -> tuple[int, ...]:
+    """Numbers of the prompts that leave no room; PlanError if none is usable or a usable one leaves too little for a response."""
+    usable = [length for length in lengths if length < context]
+    if not usable:
+        raise PlanError(f"every prompt (from {min(lengths)} tokens) fills the context of {context}: use a checkpoint with a longer context")
+    if max(usable) + response > context:
+        raise PlanError(
+            f"max_response_len={response} after a prompt of {max(usable)} tokens exceeds the context of {context}: "
+            f"use {context - max(usable)} or less"
+        )
+    return tuple(at for at, length in enumerate(lengths) if length >= context)
+
+
+def _require_port(port: int) -> None:
+    with socket.socket() as probe:
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise PlanError(
+                f"port {port} on {LOOPBACK} cannot be opened ({error.strerror}): choose another, or 0 for a free one"
+            ) from error
+
+
+def _require_answer(address: str) -> None:
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise PlanError(
+            f"ray_address={address} does not answer ({error}): start Ray there, or leave --ray-address out for an own cluster"
+        ) from error
