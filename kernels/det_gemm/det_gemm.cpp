@@ -35,6 +35,7 @@ constexpr int64_t kRows = 128;        // rows of one task
 constexpr int64_t kPanels = 10;       // panels of one task, at most
 constexpr int64_t kDirectRows = 4;    // up to this many rows, packing b costs more than it saves
 constexpr int64_t kDirectDepth = 4096;
+static_assert(kPanel % 8 == 0 && kDepth % kGroup == 0 && kDirectDepth % kGroup == 0, "an accumulator rests at group edges only");
 
 // `rows` × k elements; element (row, k) lies at row·ld + k, or at k·ld + row when transposed.
 struct Operand {
