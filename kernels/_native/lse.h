@@ -50,4 +50,10 @@ inline LseState merge_shards(LseState* states, int64_t count) {
 
 inline float lse_of(LseState state) { return state.max + log_(state.sum); }
 
+// seed·d logp/d z of one supported column: bf16((seed·([hit] − p))/T), p = exp(z/T − lse); each step rounds to fp32.
+inline uint16_t logit_slope(float z, float t, float lse, float seed, bool hit) {
+  const float p = exp_(z / t - lse);
+  return to_bf16(seed * ((hit ? 1.0f : 0.0f) - p) / t);
+}
+
 }  // namespace rlk

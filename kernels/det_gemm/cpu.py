@@ -25,12 +25,12 @@ def product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: t
     return out
 
 
-def input_grad(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
-    """dy·w: [T, N] and [N, K] to [T, K] bf16, contracted over N in ``splits`` leaves."""
+def input_grad(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """dy·w: [T, N] and [N, K] to [T, K], contracted over N in ``splits`` leaves."""
     dy, w = dy.to(torch.bfloat16).contiguous(), w.contiguous()
     (rows, n), k = dy.shape, w.shape[1]
-    out = torch.empty(rows, k, dtype=torch.bfloat16)
-    LIBRARY.call("det_gemm", dy, 0, w, 1, None, None, splits, out, 1, rows, k, n, op=op)
+    out = torch.empty(rows, k, dtype=out_dtype)
+    LIBRARY.call("det_gemm", dy, 0, w, 1, None, None, splits, out, int(out_dtype == torch.bfloat16), rows, k, n, op=op)
     return out
 
 

@@ -72,14 +72,10 @@ def logp_with_lse(
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`logp` and the LSE [T] fp32 of z/T over the support (natural log, not differentiable; +0 in inactive rows)."""
-    _require_shapes(logits, ids, temperature, support, active)
-    if shards < 1 or shards & (shards - 1) or padded_vocab % shards:
-        raise ValueError(f"logp: shards={shards} must be a power of two that divides padded_vocab={padded_vocab}")
-    if not 0 < vocab_size <= padded_vocab or logits.shape[1] > padded_vocab or vocab_tile < 1:
-        raise ValueError(
-            f"logp: vocab_size={vocab_size}, width={logits.shape[1]}, vocab_tile={vocab_tile} do not fit padded_vocab={padded_vocab}"
-        )
-    _require_values(ids, temperature, support, active, vocab_size, logits.shape[1])
+    if logits.dtype != torch.float32 or logits.ndim != 2:
+        raise ValueError(f"logp: logits {tuple(logits.shape)} {logits.dtype} must be [T, width] float32")
+    require_vocabulary("logp", logits.shape[1], vocab_size, padded_vocab, shards, vocab_tile)
+    require_rows("logp", logits.shape[0], logits.shape[1], vocab_size, ids, temperature, support, active)
     implementation = select("logp", _FORWARD, backend, logits.device)
     result: tuple[torch.Tensor, torch.Tensor] = implementation(
         logits, ids, temperature, support, active, vocab_size, padded_vocab, shards, vocab_tile
@@ -103,40 +99,47 @@ def support_mask(supports: Sequence[Sequence[int] | None], vocab_size: int, *, w
     return mask
 
 
-def _require_shapes(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None, active: torch.Tensor | None
+def require_vocabulary(op: str, width: int, vocab_size: int, padded_vocab: int, shards: int, vocab_tile: int) -> None:
+    """Raise ValueError unless the columns, the shards and the tiles fit the padded vocabulary."""
+    if shards < 1 or shards & (shards - 1) or padded_vocab % shards:
+        raise ValueError(f"{op}: shards={shards} must be a power of two that divides padded_vocab={padded_vocab}")
+    if not 0 < vocab_size <= padded_vocab or width > padded_vocab or vocab_tile < 1:
+        raise ValueError(f"{op}: vocab_size={vocab_size}, width={width}, vocab_tile={vocab_tile} do not fit padded_vocab={padded_vocab}")
+
+
+def require_rows(
+    op: str,
+    rows: int,
+    width: int,
+    vocab_size: int,
+    ids: torch.Tensor,
+    temperature: torch.Tensor,
+    support: torch.Tensor | None,
+    active: torch.Tensor | None,
 ) -> None:
-    if logits.dtype != torch.float32 or logits.ndim != 2:
-        raise ValueError(f"logp: logits {tuple(logits.shape)} {logits.dtype} must be [T, width] float32")
-    rows = logits.shape[:1]
+    """Raise ValueError for arguments of a row that the kernel could not score, before it runs. Values of inactive rows are not looked at."""
     for name, tensor, shape, dtype in (
-        ("ids", ids, rows, torch.int64),
-        ("temperature", temperature, rows, torch.float32),
-        ("support", support, logits.shape, torch.bool),
-        ("active", active, rows, torch.bool),
+        ("ids", ids, (rows,), torch.int64),
+        ("temperature", temperature, (rows,), torch.float32),
+        ("support", support, (rows, width), torch.bool),
+        ("active", active, (rows,), torch.bool),
     ):
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
-            raise ValueError(f"logp: {name} {tuple(tensor.shape)} {tensor.dtype} must be {tuple(shape)} {dtype}, one per row of logits")
-
-
-def _require_values(
-    ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None, active: torch.Tensor | None, vocab_size: int, width: int
-) -> None:
-    """Refuse what the kernel could not score, before it runs. Inactive rows are not looked at."""
-    rows = torch.arange(ids.shape[0], device=ids.device) if active is None else active.nonzero()[:, 0]
-    ids, temperature = ids[rows], temperature[rows]
+        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
+            raise ValueError(f"{op}: {name} {tuple(tensor.shape)} {tensor.dtype} must be {shape} {dtype}, one per row of logits")
+    scored = torch.arange(rows, device=ids.device) if active is None else active.nonzero()[:, 0]
+    ids, temperature = ids[scored], temperature[scored]
     real = min(vocab_size, width)
 
     def refuse(bad: torch.Tensor, why: str) -> None:
         for at in bad.nonzero()[:1, 0].tolist():
-            raise ValueError(f"logp: row {int(rows[at])} selects id {int(ids[at])}, {why}")
+            raise ValueError(f"{op}: row {int(scored[at])} selects id {int(ids[at])}, {why}")
 
     for at in (~(torch.isfinite(temperature) & (temperature > 0))).nonzero()[:1, 0].tolist():
         raise ValueError(
-            f"logp: row {int(rows[at])} has temperature {float(temperature[at])}: it must be positive and finite (score greedy at 1)"
+            f"{op}: row {int(scored[at])} has temperature {float(temperature[at])}: it must be positive and finite (score greedy at 1)"
         )
     refuse((ids < 0) | (ids >= real), f"outside the {real} real columns")
     if support is not None:
-        for at, column in support[rows, vocab_size:].nonzero()[:1].tolist():
-            raise ValueError(f"logp: row {int(rows[at])} supports id {vocab_size + column}, padding of a vocabulary of {vocab_size}")
-        refuse(~support[rows, ids], "outside its own support")
+        for at, column in support[scored, vocab_size:].nonzero()[:1].tolist():
+            raise ValueError(f"{op}: row {int(scored[at])} supports id {vocab_size + column}, padding of a vocabulary of {vocab_size}")
+        refuse(~support[scored, ids], "outside its own support")

@@ -44,8 +44,7 @@ void logp_forward(const float* logits, const int64_t* ids, const float* temperat
   }
 }
 
-// dlogits[j] = bf16((seed·([j = id] − p)) / T) widened to fp32, p = exp(z[j]/T − lse); each step rounds to fp32. Off the support and in
-// inactive rows +0.
+// dlogits[j] = logit_slope widened to fp32. Off the support and in inactive rows +0.
 void logp_backward(const float* logits, const int64_t* ids, const float* temperature, const uint8_t* support, const uint8_t* active,
                    const float* lse, const float* seed, float* dlogits, int64_t rows, int64_t width, int64_t vocab) {
   constexpr int64_t kChunk = 4096;  // elementwise: any cut gives the same bytes
@@ -59,11 +58,7 @@ void logp_backward(const float* logits, const int64_t* ids, const float* tempera
       const uint8_t* on = support ? support + r * width : nullptr;
       float* dz = dlogits + r * width;
       const float t = temperature[r], row_lse = lse[r], row_seed = seed[r];
-      for (int64_t j = begin; j < real; ++j) {
-        const float p = exp_(z[j] / t - row_lse);
-        const float hit = j == ids[r] ? 1.0f : 0.0f;
-        dz[j] = from_bf16(to_bf16(row_seed * (hit - p) / t));
-      }
+      for (int64_t j = begin; j < real; ++j) dz[j] = from_bf16(logit_slope(z[j], t, row_lse, row_seed, j == ids[r]));
       if (on)
         for (int64_t j = begin; j < real; ++j) dz[j] = on[j] ? dz[j] : 0.0f;
       for (int64_t j = real; j < end; ++j) dz[j] = 0.0f;
