@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from rlk.kernels.attention.cpu import LIBRARY as ATTENTION
+from rlk.kernels.batch_invariant_logp.cpu import LIBRARY as BATCH_INVARIANT_LOGP
 from rlk.kernels.det_gemm.cpu import LIBRARY as DET_GEMM
 from rlk.kernels.embedding.cpu import LIBRARY as EMBEDDING
 from rlk.kernels.logp.cpu import LIBRARY as LOGP
+from rlk.kernels.pack.cpu import LIBRARY as PACK
 from rlk.kernels.rms_norm.cpu import LIBRARY as RMS_NORM
 from rlk.kernels.rope.cpu import LIBRARY as ROPE
 from rlk.kernels.silu.cpu import LIBRARY as SILU
@@ -13,9 +15,11 @@ from rlk.kernels.swiglu.cpu import LIBRARY as SWIGLU
 
 _OPERATORS = {
     ATTENTION: ("attention",),
-    DET_GEMM: ("det_gemm", "lm_head"),
+    BATCH_INVARIANT_LOGP: ("batch_invariant_logp",),
+    DET_GEMM: ("det_gemm", "lm_head", "batch_invariant_logp"),
     EMBEDDING: ("embedding",),
     LOGP: ("logp",),
+    PACK: ("pack",),
     RMS_NORM: ("rms_norm", "qk_norm"),
     ROPE: ("rope",),
     SILU: ("silu",),

@@ -117,7 +117,7 @@ def require_rows(
     support: torch.Tensor | None,
     active: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError for arguments of a row that the kernel could not score, before it runs. Values of inactive rows are not looked at."""
+    """Raise ValueError for arguments of a row that the kernel could not score, before it runs. Values of inactive rows are not read."""
     for name, tensor, shape, dtype in (
         ("ids", ids, (rows,), torch.int64),
         ("temperature", temperature, (rows,), torch.float32),
