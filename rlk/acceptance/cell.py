@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
+from rlk.acceptance.platforms import PLATFORMS, Platform
 from rlk.evidence.schema import MatrixRow
 
-Platform = Literal["cpu", "cuda", "rocm"]
+__all__ = ["PLATFORMS", "Cell", "Expect", "Platform", "Scope"]
+
 Scope = Literal["ws1", "ws2", "chain", "integration", "ablation", "control", "performance"]
 Expect = Literal["equal", "different", "caught"]
-PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "rocm")
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Cell:
 
     def row(self) -> MatrixRow:
         """The cell as the report lists it."""
-        return MatrixRow(
-            cell_id=self.cell_id,
-            scope=self.scope,
-            subject=self.subject,
-            workload=self.workload,
-            judgment=self.judgment,
-            expect=self.expect,
-            unsupported=self.unsupported,
-        )
+        return MatrixRow(cell_id=self.cell_id, **asdict(self))
+
+    @classmethod
+    def from_row(cls, row: MatrixRow) -> Cell:
+        """Inverse of :meth:`row`; raises ValueError if the row's id is not the one its fields give."""
+        cell = cls(**row.model_dump(exclude={"cell_id"}))
+        if cell.cell_id != row.cell_id:
+            raise ValueError(f"matrix row {row.cell_id!r} describes {cell.cell_id!r}")
+        return cell

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pydantic import JsonValue
 
 from rlk.acceptance.cell import Cell, Platform
 from rlk.evidence.bytes import describe
-from rlk.evidence.schema import CellRecord, Comparison, Control, KernelUse, Status, Verdict
+from rlk.evidence.schema import CellRecord, Comparison, Control, KernelUse, SessionFacts, Status, Verdict
 
 BACKENDS_OF: Mapping[Platform, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton", "vendor"), "rocm": ("triton", "vendor")}
 EXIT_CODE = {Status.PASS: 0, Status.FAIL: 1, Status.MISSING: 1, Status.PARTIAL: 3}
@@ -35,8 +36,9 @@ def judge_cell(cell: Cell, findings: Findings, trouble: Sequence[str], declared:
     """
     reasons = [*trouble]
     reasons += _expectation(cell, findings)
+    reasons += [f"control {c.name!r} was not caught: {c.detail}" for c in findings.controls if not c.caught]
     reasons += _kernels(cell, findings, declared)
-    reasons += [f"fact {name!r} is missing" for name in cell.facts if findings.facts.get(name) in (None, "", [], {})]
+    reasons += _facts(cell, findings)
     return CellRecord(
         cell_id=cell.cell_id,
         status=Status.FAIL if reasons else Status.PASS,
@@ -49,11 +51,18 @@ def judge_cell(cell: Cell, findings: Findings, trouble: Sequence[str], declared:
     )
 
 
+def rejudge(cell: Cell, record: CellRecord, declared: Mapping[str, Collection[str]]) -> list[str]:
+    """Why a record's own evidence does not carry its PASS; empty for one that it carries, and for a record that is red anyway."""
+    if record.status is not Status.PASS:
+        return []
+    findings = Findings(list(record.comparisons), list(record.kernels), list(record.controls), record.facts)
+    return list(judge_cell(cell, findings, [], declared).reasons)
+
+
 def _expectation(cell: Cell, findings: Findings) -> list[str]:
     if cell.expect == "caught":
-        if not findings.controls:
-            return ["no control was run"]
-        return [f"control {c.name!r} was not caught: {c.detail}" for c in findings.controls if not c.caught]
+        planted = {c.name for c in findings.controls}
+        return [] if cell.subject in planted else [f"control {cell.subject!r} was not run"]
     if not findings.comparisons:
         return ["nothing was compared"]
     repeated = [name for name, count in Counter(c.name for c in findings.comparisons).items() if count > 1]
@@ -61,18 +70,15 @@ def _expectation(cell: Cell, findings: Findings) -> list[str]:
         return [f"comparison {repeated[0]!r} was handed in more than once"]
     if cell.expect == "equal":
         return [describe(c) for c in findings.comparisons if not c.equal]
-    void = [describe(c) for c in findings.comparisons if c.problem or not c.elements]
+    void = [describe(c) for c in findings.comparisons if c.problem]
     if not void and not any(c.mismatched_bytes for c in findings.comparisons):
         return ["a native arm shows zero mismatches: the detector is broken, or the arm is not native"]
     return void
 
 
 def _kernels(cell: Cell, findings: Findings, declared: Mapping[str, Collection[str]]) -> list[str]:
-    reasons = []
     ran = {(use.side, use.op) for use in findings.kernels}
-    for side, op in cell.strict:
-        if (side, op) not in ran:
-            reasons.append(f"no read-back that {op} ran on the {side} side")
+    reasons = [f"no read-back that {op} ran on the {side} side" for side, op in cell.strict if (side, op) not in ran]
     for use in findings.kernels:
         where = f"{use.op} on the {use.side} side"
         if use.side in cell.native:
@@ -84,54 +90,55 @@ def _kernels(cell: Cell, findings: Findings, declared: Mapping[str, Collection[s
     return reasons
 
 
-@dataclass(frozen=True)
-class Session:
-    """What the judge must know of the session besides the records.
+def _facts(cell: Cell, findings: Findings) -> list[str]:
+    reasons = [f"fact {name!r} is missing" for name in cell.facts if findings.facts.get(name) in (None, "", [], {})]
+    for name, value in findings.facts.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            reasons.append(f"fact {name!r} is not plain JSON of finite numbers")
+    return reasons
 
-    selected: ids that were to run, None for all (``--cell`` and ``--shard`` narrow it, and no narrowed session can PASS).
-    trouble: session-level faults (dirty tree, unknown SHA, collection error, unknown or duplicate id, crash); any of them fails it.
-    development: a dirty tree was let in on request; such a session cannot PASS either.
+
+def conclude(cells: Sequence[Cell], handed_in: Iterable[CellRecord], session: SessionFacts) -> tuple[list[CellRecord], Verdict]:
+    """One record for each selected required cell, in matrix order, and the verdict over them.
+
+    handed_in: every record that arrived, in any order. A cell without one, or with two, is put in words here; a record of a cell that
+    is not to run is a fault of the session. PASS needs all required cells green, nothing narrowed and no trouble.
     """
-
-    platform: Platform
-    selected: frozenset[str] | None
-    trouble: tuple[str, ...]
-    development: bool = False
-
-
-def complete(cells: Iterable[Cell], records: Iterable[CellRecord], session: Session) -> list[CellRecord]:
-    """Records of all selected required cells in matrix order; a cell without a record, or with two, is put in words here."""
     by_id: dict[str, list[CellRecord]] = {}
-    for record in records:
+    for record in handed_in:
         by_id.setdefault(record.cell_id, []).append(record)
-    result = []
-    for cell in cells:
-        if not cell.required or (session.selected is not None and cell.cell_id not in session.selected):
-            continue
-        found = by_id.get(cell.cell_id, [])
-        if not found:
-            result.append(CellRecord(cell_id=cell.cell_id, status=Status.MISSING, reasons=("no result: the cell did not run to its end",)))
-        elif len(found) > 1:
-            result.append(CellRecord(cell_id=cell.cell_id, status=Status.FAIL, reasons=(f"{len(found)} results for one cell",)))
-        else:
-            result.append(found[0])
-    return result
-
-
-def judge_session(cells: Sequence[Cell], records: Sequence[CellRecord], session: Session) -> Verdict:
-    """The session's verdict over :func:`complete` records. PASS needs all required cells green, nothing narrowed and no trouble."""
     required = [c for c in cells if c.required]
+    to_run = [c.cell_id for c in required if session.selected is None or c.cell_id in session.selected]
+    records = [_only(cell_id, by_id.get(cell_id, [])) for cell_id in to_run]
+    reasons = [*session.trouble, *_matrix_faults(cells, session)]
+    reasons += [f"result of a cell that is not to run here: {cell_id}" for cell_id in by_id if cell_id not in set(to_run)]
+    return records, _verdict(cells, required, records, reasons, session)
+
+
+def _only(cell_id: str, found: list[CellRecord]) -> CellRecord:
+    if not found:
+        return CellRecord(cell_id=cell_id, status=Status.MISSING, reasons=("no result: the cell did not run to its end",))
+    if len(found) == 1:
+        return found[0]
+    reasons = [f"{len(found)} results for one cell", *(reason for record in found for reason in record.reasons)]
+    return CellRecord(cell_id=cell_id, status=Status.FAIL, reasons=tuple(reasons))
+
+
+def _matrix_faults(cells: Sequence[Cell], session: SessionFacts) -> list[str]:
+    faults = [f"the matrix lists {cell_id} {n} times" for cell_id, n in Counter(c.cell_id for c in cells).items() if n > 1]
+    faults += [f"the matrix of {session.platform} lists {c.cell_id}" for c in cells if c.platform != session.platform]
+    if not any(c.required for c in cells):
+        faults.append(f"platform {session.platform} has no required cell")
+    return faults
+
+
+def _verdict(
+    cells: Sequence[Cell], required: Sequence[Cell], records: Sequence[CellRecord], faults: list[str], session: SessionFacts
+) -> Verdict:
     by_status = Counter(r.status for r in records)
-    reasons = list(session.trouble)
-    known = {c.cell_id for c in required}
-    reasons += [f"record of a cell that is not in the matrix: {r.cell_id}" for r in records if r.cell_id not in known]
-    if not required:
-        reasons.append(f"platform {session.platform} has no required cell")
-    for status in (Status.FAIL, Status.MISSING):
-        red = [r.cell_id for r in records if r.status is status]
-        if red:
-            reasons.append(f"{len(red)} required cells {status}: {', '.join(red[:3])}{', …' if len(red) > 3 else ''}")
-    if by_status[Status.FAIL] or (reasons and not by_status[Status.MISSING]):
+    if by_status[Status.FAIL] or faults:
         status = Status.FAIL
     elif by_status[Status.MISSING]:
         status = Status.MISSING
@@ -140,7 +147,7 @@ def judge_session(cells: Sequence[Cell], records: Sequence[CellRecord], session:
     return Verdict(
         status=status,
         platform=session.platform,
-        reasons=tuple(reasons),
+        reasons=(*faults, *_red(records, Status.FAIL), *_red(records, Status.MISSING)),
         required=len(required),
         passed=by_status[Status.PASS],
         failed=by_status[Status.FAIL],
@@ -148,3 +155,8 @@ def judge_session(cells: Sequence[Cell], records: Sequence[CellRecord], session:
         not_selected=len(required) - len(records),
         unsupported=len(cells) - len(required),
     )
+
+
+def _red(records: Sequence[CellRecord], status: Status) -> list[str]:
+    red = [r.cell_id for r in records if r.status is status]
+    return [f"{len(red)} required cells {status}: {', '.join(red[:3])}{', …' if len(red) > 3 else ''}"] if red else []

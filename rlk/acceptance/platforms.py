@@ -1,16 +1,19 @@
-"""Which platform this machine can run."""
+"""The platforms, and which of them this machine can run. Cheap to import: torch is loaded only to answer."""
 
 from __future__ import annotations
 
-import torch
+from typing import Literal
 
-from rlk.acceptance.cell import Platform
+Platform = Literal["cpu", "cuda", "rocm"]
+PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "rocm")
 
 
 def why_not_here(platform: Platform) -> str:
     """Empty if the platform's cells can run here, else one sentence that names what is missing and the remedy."""
     if platform == "cpu":
         return ""
+    import torch
+
     built_for_rocm = torch.version.hip is not None
     if not torch.cuda.is_available() or built_for_rocm != (platform == "rocm"):
         card = "an H100-class CUDA card" if platform == "cuda" else "an MI300X (gfx942) with ROCm"

@@ -2,59 +2,81 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rlk.evidence.schema import Comparison, Difference
 
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Token = tuple[int, int]
+"""(sample id, position in the sample)"""
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def compare(name: str, actual: torch.Tensor, expected: torch.Tensor, *, allow_nonfinite: bool = False) -> Comparison:
+def compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     """Compare two tensors byte for byte.
 
     actual, expected: any equal shape and dtype, any layout (views are made contiguous first; shape is checked before).
-    Returns a Comparison; never raises on a mismatch. A differing shape or dtype, an empty tensor, and a NaN or Inf on either side
-    (unless ``allow_nonfinite``) are problems, and a comparison with a problem is not equal.
+    Returns a Comparison; never raises on a mismatch. A differing shape or dtype, an empty tensor, one memory on both sides, and a NaN
+    or Inf on either side are problems, and a comparison with a problem is not equal.
     """
-    shape, dtype = tuple(actual.shape), str(actual.dtype).removeprefix("torch.")
-    void = Comparison(name=name, dtype=dtype, shape=shape, elements=0, mismatched_elements=0, mismatched_bytes=0)
-    if shape != tuple(expected.shape):
-        return void.model_copy(update={"problem": f"shape {shape} against {tuple(expected.shape)}"})
-    if actual.dtype != expected.dtype:
-        return void.model_copy(update={"problem": f"dtype {dtype} against {str(expected.dtype).removeprefix('torch.')}"})
-    if not actual.numel():
-        return void.model_copy(update={"problem": "nothing to compare: no element"})
-    a, b = (t.detach().cpu().contiguous() for t in (actual, expected))
-    problem = "" if allow_nonfinite else _nonfinite(a, b)
-    width = a.element_size()
-    a_bytes, b_bytes = (t.view(torch.uint8).reshape(-1, width) for t in (a, b))
+    problem = _incomparable(actual, expected)
+    if problem:
+        return _void(name, actual, problem)
+    a, b = _flat(actual), _flat(expected)
+    a_bytes, b_bytes = (t.view(torch.uint8).reshape(len(t), -1) for t in (a, b))
     differs = a_bytes != b_bytes
     rows = differs.any(dim=1).nonzero().flatten()
-    if not len(rows):
-        return void.model_copy(update={"elements": a.numel(), "problem": problem})
-    ulps = _ulp_distances(a, b, rows)
-    at = int(rows[0])
-    first = Difference(
-        index=tuple(int(i) for i in torch.unravel_index(rows[0], a.shape)),
-        actual_hex=_hex(a_bytes[at]),
-        expected_hex=_hex(b_bytes[at]),
-        ulp=ulps[0] if ulps else None,
-    )
-    return void.model_copy(
-        update={
-            "elements": a.numel(),
-            "mismatched_elements": len(rows),
-            "mismatched_bytes": int(differs.sum()),
-            "max_ulp": max(ulps) if ulps else None,
-            "first": first,
-            "problem": problem,
-        }
+    first, max_ulp = None, None
+    if len(rows):
+        at = int(rows[0])
+        ulps = _ulp_distances(a[rows], b[rows]) if a.is_floating_point() else None
+        max_ulp = None if ulps is None else int(ulps.max())
+        first = Difference(
+            index=tuple(int(i) for i in torch.unravel_index(rows[0], actual.shape)),
+            actual_hex=_hex(a_bytes[at]),
+            expected_hex=_hex(b_bytes[at]),
+            ulp=None if ulps is None else int(ulps[0]),
+        )
+    return Comparison(
+        name=name,
+        dtype=_name(actual.dtype),
+        shape=tuple(actual.shape),
+        elements=len(a),
+        mismatched_elements=len(rows),
+        mismatched_bytes=int(differs.sum()),
+        max_ulp=max_ulp,
+        first=first,
+        problem=_nonfinite(a, b),
     )
 
 
-def compare_fp32(name: str, actual: list[float], expected: list[float]) -> Comparison:
+def compare_fp32(name: str, actual: Sequence[float], expected: Sequence[float]) -> Comparison:
     """Compare two lists of exact fp32 values (logprobs that travelled as plain data)."""
     return compare(name, torch.tensor(actual, dtype=torch.float32), torch.tensor(expected, dtype=torch.float32))
+
+
+def compare_tokens(
+    name: str, actual_tokens: Sequence[Token], actual: torch.Tensor, expected_tokens: Sequence[Token], expected: torch.Tensor
+) -> Comparison:
+    """Compare rows that belong to tokens, aligned by (sample id, position) whatever order each side holds them in.
+
+    actual, expected: [tokens, ...], one row per entry of their list of tokens. A token that one side lacks or has twice is a problem.
+    The first difference is given at (sample id, position, rest of the coordinate).
+    """
+    problem = _misaligned(actual_tokens, len(actual), expected_tokens, len(expected))
+    if problem:
+        return _void(name, actual, problem)
+    aligned = compare(name, *(rows[_places(tokens)] for tokens, rows in ((actual_tokens, actual), (expected_tokens, expected))))
+    if aligned.first is None:
+        return aligned
+    row, *rest = aligned.first.index
+    first = aligned.first.model_copy(update={"index": (*sorted(actual_tokens)[row], *rest)})
+    return aligned.model_copy(update={"first": first})
 
 
 def describe(comparison: Comparison) -> str:
@@ -70,14 +92,59 @@ def describe(comparison: Comparison) -> str:
     if comparison.first is None:
         return line
     first = comparison.first
-    values = f"{first.actual_hex} against {first.expected_hex}"
-    return f"{line}, first at {list(first.index)}: {values}, {first.ulp} ulp, max {comparison.max_ulp} ulp"
+    distance = "" if first.ulp is None else f", {first.ulp} ulp, max {comparison.max_ulp} ulp"
+    return f"{line}, first at {list(first.index)}: {first.actual_hex} against {first.expected_hex}{distance}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _void(name: str, actual: torch.Tensor, problem: str) -> Comparison:
+    shape, dtype = tuple(actual.shape), _name(actual.dtype)
+    return Comparison(name=name, dtype=dtype, shape=shape, elements=0, mismatched_elements=0, mismatched_bytes=0, problem=problem)
+
+
+def _incomparable(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)} against {tuple(expected.shape)}"
+    if actual.dtype != expected.dtype:
+        return f"dtype {_name(actual.dtype)} against {_name(expected.dtype)}"
+    if not actual.numel():
+        return "nothing to compare: no element"
+    if actual.device == expected.device and actual.data_ptr() == expected.data_ptr():
+        return "both sides are the same memory: a value was compared with itself"
+    return ""
+
+
+def _misaligned(actual: Sequence[Token], actual_rows: int, expected: Sequence[Token], expected_rows: int) -> str:
+    for side, tokens, rows in (("actual", actual, actual_rows), ("expected", expected, expected_rows)):
+        if len(tokens) != rows:
+            return f"{rows} rows for {len(tokens)} tokens on the {side} side"
+        twice = [token for token, count in Counter(tokens).items() if count > 1]
+        if twice:
+            return f"sample {twice[0][0]} position {twice[0][1]} is twice on the {side} side"
+    for side, absent in (("actual", set(expected) - set(actual)), ("expected", set(actual) - set(expected))):
+        if absent:
+            sample, position = min(absent)
+            return f"{len(absent)} tokens are missing on the {side} side, first sample {sample} position {position}"
+    return ""
+
+
+def _places(tokens: Sequence[Token]) -> torch.Tensor:
+    return torch.tensor(sorted(range(len(tokens)), key=lambda row: tokens[row]), dtype=torch.int64)
+
+
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    """Elements in order, in memory: lazy conjugates and negations are carried out, or their bytes would not be seen."""
+    flat = t.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    return flat.as_strided(flat.shape, (1,))  # one element counts as contiguous at any stride
 
 
 def _nonfinite(a: torch.Tensor, b: torch.Tensor) -> str:
-    if not a.is_floating_point():
+    if not (a.is_floating_point() or a.is_complex()):
         return ""
-    bad = int((~torch.isfinite(a)).sum()), int((~torch.isfinite(b)).sum())
+    bad = [int((~torch.isfinite(t.float() if t.element_size() == 1 else t)).sum()) for t in (a, b)]
     return f"NaN or Inf: {bad[0]} actual, {bad[1]} expected" if any(bad) else ""
 
 
@@ -85,13 +152,11 @@ def _hex(raw: torch.Tensor) -> str:
     return bytes(raw.tolist()[::-1]).hex()
 
 
-def _ulp_distances(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> list[int]:
-    """Distance in units in the last place per differing element; −0 and +0 are one apart from each other."""
-    if not a.is_floating_point():
-        return []
-    integer, bits = _INTEGER[a.element_size()], 8 * a.element_size()
-    distances = []
-    for x, y in zip(*(t.flatten()[rows].view(integer).tolist() for t in (a, b))):
-        keys = [v if v >= 0 else -(v + (1 << (bits - 1))) - 1 for v in (x, y)]
-        distances.append(abs(keys[0] - keys[1]))
-    return distances
+def _ulp_distances(a: torch.Tensor, b: torch.Tensor) -> npt.NDArray[np.unsignedinteger]:
+    """Distance in units in the last place per element; −0 and +0 are one apart from each other."""
+    keys = []
+    for t in (a, b):
+        bits = t.view(_SIGNED[t.element_size()]).numpy().view(f"u{t.element_size()}")
+        sign = bits.dtype.type(1 << (8 * t.element_size() - 1))
+        keys.append(np.where(bits & sign, ~bits, bits | sign))
+    return np.maximum(*keys) - np.minimum(*keys)

@@ -21,7 +21,10 @@ PACKAGES = (
     "pytest", "pytest-xdist", "pydantic", "rlk",
 )  # fmt: skip
 IMPORTS = ("rlk", "rlk.kernels", "torch", "vllm", "megatron.core", "ray")
-ENVIRONMENT_PREFIXES = ("RLK_", "VLLM_", "OMP_", "MKL_", "KMP_", "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "TORCH", "PYTORCH_", "TRITON_")
+ENVIRONMENT_PREFIXES = (
+    "RLK_", "VLLM_", "OMP_", "MKL_", "KMP_", "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "TORCH", "PYTORCH_", "TRITON_", "PYTEST_",
+    "PYTHON", "LD_", "CXX", "GLOO_", "RAY_",
+)  # fmt: skip
 SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 MANIFEST = "rlk-manifest.json"
+SOURCE_SUFFIXES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".hip", ".toml", ".ini", ".cfg", ".pth")
+"""Files that can change a result even where git is told to ignore them."""
 
 
 class Manifest(BaseModel):
@@ -23,7 +27,10 @@ class Manifest(BaseModel):
 
 
 class Provenance(BaseModel):
-    """sha: commit, "" if unknown. dirty_files: paths that differ from it. problem: why this provenance cannot support a PASS, "" if it can."""
+    """sha: commit, "" if unknown. dirty_files: paths that differ from it, untracked ones and ignored sources included (50 at most).
+
+    tree_digest: over every tracked file as it is on disk. problem: why this provenance cannot support a PASS, "" if it can.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,13 +64,19 @@ def write_manifest(root: Path, target: Path) -> Manifest:
 def _from_git(root: Path) -> Provenance:
     try:
         sha = _git(root, "rev-parse", "HEAD").strip()
-        status = _git(root, "status", "--porcelain=v1", "-z", "--untracked-files=all")
+        status = _git(root, "status", "--porcelain=v1", "-z", "--untracked-files=all", "--no-renames", "--ignore-submodules=none")
         files = _tracked(root)
+        tags = _git(root, "ls-files", "-v", "-z").split("\0")
+        others = _git(root, "ls-files", "--others", "-z", "--", ":(glob)*", *_tops(files)).split("\0")
     except (OSError, subprocess.CalledProcessError) as error:
         why = str(getattr(error, "stderr", "") or error).strip().splitlines()
         return _unknown("git", f"git cannot tell the commit: {why[0] if why else 'no answer'}")
-    dirty = tuple(entry[3:] for entry in status.split("\0") if len(entry) > 3)
-    return Provenance(source="git", sha=sha, dirty=bool(dirty), dirty_files=dirty[:50], tree_digest=_tree_digest(root, files))
+    dirty = {entry[3:] for entry in status.split("\0") if len(entry) > 3}
+    dirty |= {entry[2:] for entry in tags if entry and entry[0] != "H"}  # told to git as unchanged, whatever they hold
+    dirty |= set(_sources(others))
+    return Provenance(
+        source="git", sha=sha, dirty=bool(dirty), dirty_files=tuple(sorted(dirty)[:50]), tree_digest=_tree_digest(root, files)
+    )
 
 
 def _from_manifest(root: Path) -> Provenance:
@@ -71,17 +84,17 @@ def _from_manifest(root: Path) -> Provenance:
         manifest = Manifest.model_validate_json((root / MANIFEST).read_bytes())
     except ValidationError as error:
         return _unknown("manifest", f"{MANIFEST} is not a manifest: {str(error).splitlines()[0]}")
+    if not manifest.sha or not manifest.files:
+        return _unknown("manifest", f"{MANIFEST} names no commit or no file: write it with the checkout")
     wrong = [path for path, digest in manifest.files.items() if _digest(root / path) != digest]
-    problem = f"{len(wrong)} files differ from {MANIFEST}, first {wrong[0]}" if wrong else ""
-    if manifest.dirty and not problem:
-        problem = f"{MANIFEST} was written from a dirty checkout"
+    wrong += sorted(_strangers(root, manifest.files))
     return Provenance(
         source="manifest",
         sha=manifest.sha,
         dirty=manifest.dirty or bool(wrong),
         dirty_files=tuple(wrong[:50]),
         tree_digest=_tree_digest(root, sorted(manifest.files)),
-        problem=problem,
+        problem=f"{len(wrong)} files differ from {MANIFEST}, first {wrong[0]}" if wrong else "",
     )
 
 
@@ -90,11 +103,29 @@ def _unknown(source: str, problem: str) -> Provenance:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments]
+    return subprocess.run(command, cwd=root, env=env, check=True, capture_output=True, text=True).stdout
 
 
 def _tracked(root: Path) -> list[str]:
     return [p for p in _git(root, "ls-files", "-z").split("\0") if p]
+
+
+def _tops(files: Iterable[str]) -> list[str]:
+    """Top-level names that hold tracked files; environments and outputs beside them are no sources."""
+    return sorted({path.split("/")[0] for path in files})
+
+
+def _sources(paths: Iterable[str]) -> list[str]:
+    return [p for p in paths if p.endswith(SOURCE_SUFFIXES)]
+
+
+def _strangers(root: Path, files: Collection[str]) -> set[str]:
+    """Sources beside those of a manifest."""
+    folders = [root / top for top in _tops(files) if not (root / top).is_symlink()]
+    beside = [*root.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
+    return set(_sources(str(path.relative_to(root)) for path in beside)) - set(files)
 
 
 def _tree_digest(root: Path, files: list[str]) -> str:

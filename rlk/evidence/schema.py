@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 Count = Annotated[int, Field(ge=0)]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Status(StrEnum):
@@ -37,7 +39,10 @@ class Difference(Record):
 
 
 class Comparison(Record):
-    """Outcome of one byte comparison. ``problem`` names what made it impossible or void (shape, dtype, no element, NaN or Inf)."""
+    """Outcome of one byte comparison. ``problem`` names what made it impossible or void (shape, dtype, no element, NaN or Inf).
+
+    Either every element of ``shape`` was compared or there is a problem; a mismatch has a first difference, and nothing else has one.
+    """
 
     name: str
     dtype: str
@@ -48,6 +53,17 @@ class Comparison(Record):
     max_ulp: int | None = None
     first: Difference | None = None
     problem: str = ""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Comparison:
+        compared = math.prod(self.shape)
+        if not self.problem and (not compared or self.elements != compared):
+            raise ValueError(f"{self.name}: {self.elements} of {compared} elements compared and no problem named")
+        if self.mismatched_elements > self.elements or self.mismatched_bytes > 16 * self.mismatched_elements:
+            raise ValueError(f"{self.name}: more mismatches than elements")
+        if not (bool(self.mismatched_elements) == bool(self.mismatched_bytes) == (self.first is not None)):
+            raise ValueError(f"{self.name}: mismatched elements, mismatched bytes and the first difference contradict each other")
+        return self
 
     @property
     def equal(self) -> bool:
@@ -83,7 +99,7 @@ class CellRecord(Record):
     kernels: tuple[KernelUse, ...] = ()
     controls: tuple[Control, ...] = ()
     facts: dict[str, JsonValue] = Field(default_factory=dict)
-    timings_ms: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    timings_ms: dict[str, tuple[Milliseconds, ...]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _status_fits_evidence(self) -> CellRecord:
@@ -121,15 +137,33 @@ class Waiver(Record):
 
 
 class MatrixRow(Record):
-    """One cell of the matrix as the report lists it."""
+    """One cell of the matrix as the report lists it, with all that the judge asks of it."""
 
     cell_id: str
+    platform: Literal["cpu", "cuda", "rocm"]
     scope: str
     subject: str
     workload: str
     judgment: str
-    expect: str
+    expect: Literal["equal", "different", "caught"]
+    strict: tuple[tuple[str, str], ...] = ()
+    native: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
     unsupported: str = ""
+
+
+class SessionFacts(Record):
+    """What the verdict must know of the session besides the records.
+
+    selected: ids that were to run, None for all (``--cell`` and ``--shard`` narrow it, and no narrowed session can PASS).
+    trouble: session-level faults (dirty tree, unknown commit, collection error, crash); any of them fails the session.
+    development: a dirty tree was let in on request; such a session cannot PASS either.
+    """
+
+    platform: str
+    selected: tuple[str, ...] | None = None
+    trouble: tuple[str, ...] = ()
+    development: bool = False
 
 
 class Verdict(Record):
@@ -157,15 +191,17 @@ class Verdict(Record):
 class Report(Record):
     """``report.json``: the verdict and all it rests on."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = SCHEMA_VERSION
     run_id: str
     command: str
     started_at: str
     finished_at: str
     matrix_source: str
+    session: SessionFacts
     verdict: Verdict
     provenance: dict[str, JsonValue]
     environment: dict[str, JsonValue]
+    declared_kernels: dict[str, tuple[str, ...]]
     matrix: tuple[MatrixRow, ...]
     records: tuple[CellRecord, ...]
     waivers: tuple[Waiver, ...] = ()
