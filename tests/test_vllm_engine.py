@@ -35,6 +35,7 @@ CONFIG = Qwen3Config(
     vocab_size=260, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8,
     head_dim=32, rms_norm_eps=1e-6, rope_theta=10000.0, max_position_embeddings=512,
 )  # fmt: skip
+FEW_PAGES = 40 * 16 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * 2 * CONFIG.head_dim * 2
 NUCLEUS = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 
 
@@ -77,7 +78,10 @@ def serve(connection: Connection) -> None:
             break
         try:
             if method == "start":
-                engine, value = VllmEngine(**named), None
+                if engine:
+                    engine.close()
+                engine, value = None, None
+                engine = VllmEngine(**named)
             else:
                 value = getattr(engine, method)(*arguments, **named)
             connection.send((None, value))
@@ -89,7 +93,7 @@ def serve(connection: Connection) -> None:
 
 @dataclass
 class Setup:
-    """strict steps through 64 tokens; whole takes any prompt at once and lives in vLLM's own separate process."""
+    """strict steps through 64 tokens; whole takes any prompt at once, has few pages and lives in vLLM's own separate process."""
 
     strict: Remote
     whole: Remote
@@ -106,7 +110,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     first = root / "first"
     engines = (
         Remote(checkpoint=first, mode="strict"),
-        Remote(checkpoint=first, mode="strict", max_num_batched_tokens=512, separate_process=True),
+        Remote(checkpoint=first, mode="strict", max_num_batched_tokens=512, kv_cache_bytes=FEW_PAGES, separate_process=True),
         Remote(checkpoint=first, mode="native"),
     )
     yield Setup(*engines, first, root / "second", hashes)
@@ -234,6 +238,16 @@ def test_neighbours_in_the_batch_change_nothing(setup: Setup) -> None:
     assert together == reversed_order == alone
 
 
+def test_preempted_requests_continue_with_the_same_bytes(setup: Setup) -> None:
+    requests = [request(i, 20, start=i, seed=i, max_tokens=60, **NUCLEUS) for i in range(12)]
+    before = setup.whole("readback")["counters"]["num_preemptions"]
+    squeezed = setup.whole("generate", requests)
+    assert setup.whole("readback")["counters"]["num_preemptions"] > before
+    roomy = setup.strict("generate", requests)
+    assert setup.strict("readback")["counters"]["num_preemptions"] == 0
+    assert [tokens_and_bytes(r) for r in squeezed] == [tokens_and_bytes(r) for r in roomy]
+
+
 def test_supports_are_complete(setup: Setup) -> None:
     requests = mixed_requests()
     responses = setup.strict("generate", requests)
@@ -273,8 +287,9 @@ def test_single_samples_are_refused_and_the_rest_is_served(setup: Setup) -> None
     long, fine, foreign, last = setup.strict("generate", requests)
     assert long.finish_reason == "refused: a prompt of 512 tokens leaves no room in a context of 512"
     assert foreign.finish_reason == "refused: prompt id 260 is outside the vocabulary of 260"
-    assert long.token_ids == foreign.token_ids == () and len(fine.token_ids) == 12
-    assert len(last.token_ids) == 4 and last.finish_reason == "length"
+    assert long.token_ids == foreign.token_ids == ()
+    assert len(fine.token_ids) == 12
+    assert (len(last.token_ids), last.finish_reason) == (4, "length")
     with pytest.raises(RuntimeError, match="sample id 1 is given twice"):
         setup.strict("generate", [request(1, 3), request(1, 4)])
 
@@ -288,7 +303,7 @@ def test_weight_update(setup: Setup, tmp_path: Path) -> None:
     torn = tmp_path / "torn"
     save_checkpoint(torn, CONFIG, random_weights(1))
     (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:-64])
-    with pytest.raises(RuntimeError, match="CheckpointError: .*truncated"):
+    with pytest.raises(RuntimeError, match=r"CheckpointError: .*truncated"):
         setup.strict("load_weights", torn, 1)
     still = setup.strict("generate", asked)[0]
     assert (tokens_and_bytes(still), still.weight_version) == (tokens_and_bytes(before), 0)
@@ -310,7 +325,7 @@ def test_native_engine_is_untouched_and_differs(setup: Setup) -> None:
     requests = [request(0, 100, temperature=0.0, max_tokens=64), request(1, 33, seed=5, **NUCLEUS)]
     responses = setup.native("generate", requests)
     found = setup.native("readback")
-    assert found["kernels"] == [] and found["numerics"] is None
+    assert (found["kernels"], found["numerics"]) == ([], None)
     assert all(module.startswith(("vllm.", "torch.")) for module in found["modules"])
     assert found["sampler"] == "vllm.v1.sample.sampler.Sampler"
     assert responses[1].support is None
@@ -321,6 +336,23 @@ def test_native_engine_is_untouched_and_differs(setup: Setup) -> None:
     assert updated.weight_version == 1
     assert updated.logprobs[0] != responses[0].logprobs[0]
     torch.testing.assert_close(torch.tensor(updated.logprobs[0]), torch.tensor(first_logprob(setup.second, updated)), atol=6e-2, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}, "speculative decoding"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
+        ({"block_size": 32}, "engine_options may not set block_size"),
+    ],
+)
+def test_unsupported_features_stop_a_strict_start(setup: Setup, options: dict[str, Any], named: str) -> None:
+    try:
+        with pytest.raises(RuntimeError, match=rf"EngineRefusal: .*{named}"):
+            setup.native("start", checkpoint=setup.first, mode="strict", engine_options=options)
+    finally:
+        setup.native("start", checkpoint=setup.first, mode="native")
 
 
 def first_logprob(checkpoint: Path, response: Response) -> float:

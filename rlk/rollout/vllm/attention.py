@@ -102,8 +102,12 @@ class RlkAttentionImpl(AttentionImpl[PagedMetadata]):
         """query [T, Hq, D], key and value [T, Hk, D], kv_cache [blocks, Hk, page, 2·D]; writes and returns output [T, Hq, D]."""
         if attn_metadata is None:  # a dry run before the cache exists
             return output.zero_()
-        if query.shape[0] != attn_metadata.slots.shape[0] or output_scale is not None or output_block_scale is not None:
-            raise EngineRefusal(f"strict attention got {query.shape[0]} rows for {attn_metadata.slots.shape[0]} tokens or a fused quantization")
+        if output_scale is not None or output_block_scale is not None:
+            raise EngineRefusal("strict attention does not support fused output quantization: use a bf16 checkpoint")
+        if query.shape[0] != attn_metadata.slots.shape[0]:
+            raise EngineRefusal(
+                f"strict attention got {query.shape[0]} rows for {attn_metadata.slots.shape[0]} tokens: leave batch padding off"
+            )
         page, dim = kv_cache.shape[2], self.head_size
         block, offset = attn_metadata.slots // page, attn_metadata.slots % page
         kv_cache[block, :, offset, :dim] = key

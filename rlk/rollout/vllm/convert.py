@@ -50,8 +50,10 @@ def vllm_params(request: Request, stop_token_ids: Sequence[int], strict: bool) -
 
 
 def response(request: Request, output: RequestOutput, kept: Sequence[Sequence[int]] | None, version: int) -> Response:
-    """One finished output. EngineRefusal if it is unfinished or lacks the logprob of a token; the record checks alignment and support."""
+    """One finished output. EngineRefusal if it answers another prompt, is unfinished or has no logprobs; the record checks alignment."""
     completion = output.outputs[0]
+    if tuple(output.prompt_token_ids or ()) != request.prompt_ids:
+        raise EngineRefusal(f"sample {request.sample_id}: vLLM answered another prompt: start another engine")
     ids = tuple(int(token) for token in completion.token_ids)
     if completion.finish_reason is None or completion.logprobs is None:
         raise EngineRefusal(f"sample {request.sample_id}: vLLM returned an unfinished output or no logprobs")

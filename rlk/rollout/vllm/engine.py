@@ -78,6 +78,7 @@ class VllmEngine:
         self.config = Qwen3Config.from_json(checkpoint)
         self._stop = tuple(convert.eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
         self._rpc_timeout = rpc_timeout
+        self._broken: str | None = None
         arguments: dict[str, Any] = {
             "model": str(checkpoint),
             "skip_tokenizer_init": True,
@@ -92,8 +93,8 @@ class VllmEngine:
             "enable_prefix_caching": True,
             "logprobs_mode": LOGPROBS_MODE,
             "seed": seed,
-            "worker_extension_cls": EXTENSION,
             "use_tqdm_on_load": False,
+            "disable_log_stats": False,
         }
         if mode == "strict":
             arguments |= {
@@ -102,6 +103,8 @@ class VllmEngine:
                 "block_size": BLOCK_SIZE,
                 "additional_config": additional_config(numerics),
             }
+        else:
+            arguments["worker_extension_cls"] = EXTENSION
         for name in engine_options or {}:
             if name in arguments:
                 raise EngineRefusal(f"engine_options may not set {name}: it is fixed by the mode or has its own argument")
@@ -127,8 +130,10 @@ class VllmEngine:
         """Generate all requests together, in vLLM's continuous batches; responses come in the order of ``requests``.
 
         A sample that cannot be generated comes back without tokens and with finish_reason "refused: …". Raises ValueError for a sample id
-        given twice and EngineRefusal if the weight version is unknown or changed underway.
+        given twice and EngineRefusal if the weight version is unknown or changed underway, or if an earlier call broke the engine.
         """
+        if self._broken:
+            raise EngineRefusal(f"an earlier call left requests inside vLLM ({self._broken}): start another engine")
         ids = [request.sample_id for request in requests]
         if len(set(ids)) != len(ids):
             raise ValueError(f"sample id {next(i for i in ids if ids.count(i) > 1)} is given twice: ids name a sample within one call")
@@ -141,8 +146,10 @@ class VllmEngine:
         finished = self._rpc("rlk_finish")
         if finished["weight_version"] != version:
             raise EngineRefusal(f"the weight version went from {version} to {finished['weight_version']} underway: generate again")
-        kept = {sample: supports for sample, supports in finished["supports"]}
-        done = {r.sample_id: convert.response(r, output, kept.get(r.sample_id), version) for r, output in zip(accepted, outputs, strict=True)}
+        kept = dict(finished["supports"])
+        done = {
+            r.sample_id: convert.response(r, output, kept.get(r.sample_id), version) for r, output in zip(accepted, outputs, strict=True)
+        }
         for request in accepted if self.mode == "strict" else ():
             if request.sampling.truncates and done[request.sample_id].support is None:
                 raise EngineRefusal(f"sample {request.sample_id}: truncated sampling returned no retained ids")
@@ -188,10 +195,10 @@ class VllmEngine:
 
     def readback(self) -> dict[str, Any]:
         """What the worker really built and ran, JSON-able: runner, model, sampler, attention, settings, versions, weight version and hash,
-        operators that ran since the start. EngineRefusal if any of it differs from what was asked for."""
+        operators that ran since the start, counters of vLLM's scheduler. EngineRefusal if any of it differs from what was asked for."""
         found: dict[str, Any] = self._rpc("rlk_readback")
         self._require_asked(found)
-        return {"mode": self.mode, **found}
+        return {"mode": self.mode, **found, "counters": self._counters()}
 
     def close(self) -> None:
         """Stop the engine and release its process group; the object is unusable afterwards."""
@@ -204,7 +211,15 @@ class VllmEngine:
     def _run(self, requests: Sequence[Request]) -> list[Any]:
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         params = [convert.vllm_params(request, self._stop, self.mode == "strict") for request in requests]
-        return self._llm.generate(prompts, params, use_tqdm=False)
+        try:
+            return self._llm.generate(prompts, params, use_tqdm=False)
+        except BaseException as error:
+            self._broken = repr(error)
+            raise
+
+    def _counters(self) -> dict[str, int]:
+        wanted = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
+        return {m.name.removeprefix("vllm:"): m.value for m in self._llm.get_metrics() if m.name.removeprefix("vllm:") in wanted}
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
         # A worker that dies on the answer would leave the caller waiting for ever, hence always a timeout.

@@ -37,7 +37,9 @@ def numerics_of(vllm_config: VllmConfig) -> Numerics:
     fields = dict(carried[KEY]["numerics"])
     version = fields.pop("contract_version")
     if version != CONTRACT_VERSION:
-        raise EngineRefusal(f"numerics are of contract version {version}, this worker implements {CONTRACT_VERSION}: install one rlk everywhere")
+        raise EngineRefusal(
+            f"numerics are of contract version {version}, this worker implements {CONTRACT_VERSION}: install one rlk everywhere"
+        )
     try:
         return Numerics(**fields)
     except (TypeError, ContractError) as error:

@@ -53,7 +53,7 @@ class StepRecorder:
             step.extra[name] = (rows, tensor.detach().clone())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """"{sample}/{name}" -> rows by ascending position, "{sample}/{name}.positions" -> those positions, int64.
+        """Rows by ascending position under "{sample}/{name}", those positions (int64) under "{sample}/{name}.positions".
 
         A position that the prefix cache served was not computed and has no row; one that was computed twice (preemption) has two.
         """

@@ -1,15 +1,16 @@
-"""vLLM's CPU worker with the strict sampler in its runner."""
+"""vLLM's CPU worker with the strict sampler in its runner and the extension's methods."""
 
 from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from rlk.rollout.vllm.extension import WorkerExtension
 from rlk.rollout.vllm.model import RlkQwen3ForCausalLM
 from rlk.rollout.vllm.sampler import StrictSampler
 from rlk.rollout.vllm.settings import EngineRefusal, numerics_of, require_supported
 
 
-class StrictWorker(CPUWorker):
+class StrictWorker(CPUWorker, WorkerExtension):
     """Refuses an unsupported configuration before any weight is read."""
 
     def init_device(self) -> None:

@@ -1,0 +1,136 @@
+"""What strict mode refuses by name, and that installing rlk leaves vLLM as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlk.contract.numerics import DEFAULT, Numerics
+from rlk.contract.records import Request
+from rlk.contract.sampling import SamplingParams
+from rlk.model.config import CheckpointError, Qwen3Config
+from rlk.rollout.vllm.convert import eos_token_ids, refusal
+from rlk.rollout.vllm.plugin import ARCHITECTURE
+from rlk.rollout.vllm.settings import LOGPROBS_MODE, WORKER, EngineRefusal, additional_config, numerics_of, require_supported
+
+CONFIG = Qwen3Config(
+    vocab_size=260, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8,
+    head_dim=32, rms_norm_eps=1e-6, rope_theta=10000.0, max_position_embeddings=512,
+)  # fmt: skip
+
+
+def supported(directory: Path, **config: Any) -> Any:
+    """The fields of vLLM's configuration that strict mode looks at, as a strict engine sets them."""
+    (directory / "config.json").write_text(json.dumps({**CONFIG.to_dict(), **config}))
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=str(directory), quantization=None, dtype="torch.bfloat16", logits_processors=None, logprobs_mode=LOGPROBS_MODE,
+            architectures=[ARCHITECTURE], max_model_len=512,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1, worker_cls=WORKER),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        compilation_config=SimpleNamespace(mode=0),
+        speculative_config=None, lora_config=None, kv_transfer_config=None, additional_config=additional_config(DEFAULT),
+    )  # fmt: skip
+
+
+def test_a_strict_configuration_passes(tmp_path: Path) -> None:
+    assert require_supported(supported(tmp_path)) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "named"),
+    [
+        ("speculative_config", object(), "speculative decoding"),
+        ("lora_config", object(), "LoRA"),
+        ("kv_transfer_config", object(), "KV transfer"),
+        ("model_config.quantization", "fp8", "quantization"),
+        ("model_config.dtype", "torch.float16", "dtype torch.float16"),
+        ("model_config.logits_processors", ["x"], "logits processors"),
+        ("model_config.logprobs_mode", "raw_logprobs", "raw_logprobs"),
+        ("model_config.architectures", ["Qwen3ForCausalLM"], "Qwen3ForCausalLM"),
+        ("model_config.max_model_len", 513, "max_model_len=513"),
+        ("cache_config.cache_dtype", "fp8", "KV cache dtype fp8"),
+        ("parallel_config.world_size", 2, "2 ranks"),
+        ("parallel_config.data_parallel_size", 4, "4 ranks"),
+        ("parallel_config.worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker", "worker class"),
+        ("scheduler_config.async_scheduling", True, "asynchronous scheduling"),
+        ("compilation_config.mode", 3, "compilation mode 3"),
+        ("additional_config", {}, "additional_config"),
+    ],
+)
+def test_everything_else_is_refused_by_name(tmp_path: Path, where: str, value: Any, named: str) -> None:
+    config = supported(tmp_path)
+    *path, name = where.split(".")
+    target = config
+    for part in path:
+        target = getattr(target, part)
+    setattr(target, name, value)
+    with pytest.raises(EngineRefusal, match=named):
+        require_supported(config)
+
+
+def test_tied_embeddings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        require_supported(supported(tmp_path, tie_word_embeddings=True))
+
+
+def test_numerics_survive_the_journey_as_json() -> None:
+    numerics = Numerics(canonical_tp=4, kv_tile=16, kv_split=0, attention_family="vendor-one-split")
+    config: Any = SimpleNamespace(additional_config=json.loads(json.dumps(additional_config(numerics))))
+    assert numerics_of(config) == numerics
+    config.additional_config["rlk"]["numerics"]["contract_version"] = 0
+    with pytest.raises(EngineRefusal, match="contract version 0"):
+        numerics_of(config)
+
+
+def test_a_prompt_that_does_not_fit_is_a_refused_sample() -> None:
+    make = lambda *ids: Request(0, ids, SamplingParams())
+    assert refusal(make(*range(7)), 10, 8) is None
+    assert refusal(make(*range(8)), 10, 8) == "refused: a prompt of 8 tokens leaves no room in a context of 8"
+    assert refusal(make(10), 10, 8) == "refused: prompt id 10 is outside the vocabulary of 10"
+
+
+def test_stop_ids_come_from_the_checkpoint(tmp_path: Path) -> None:
+    assert eos_token_ids(tmp_path) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert eos_token_ids(tmp_path) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert eos_token_ids(tmp_path) == (3, 4)
+
+
+_PLUGIN_EFFECT = """
+import importlib.metadata, json, sys
+from vllm import ModelRegistry
+from vllm.model_executor.models.registry import ModelRegistry as registry
+from vllm.plugins import load_general_plugins
+stock = dict(registry.models)
+modules = set(sys.modules)
+load_general_plugins()
+print(json.dumps({
+    "entry": [point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins", name="rlk")],
+    "added": sorted(set(registry.models) - set(stock)),
+    "replaced": [name for name in stock if registry.models[name] is not stock[name]],
+    "imported": sorted(name for name in set(sys.modules) - modules if name.split(".")[0] == "rlk"),
+}))
+"""
+
+
+@pytest.mark.slow
+def test_the_installed_plugin_only_adds_a_name() -> None:
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", _PLUGIN_EFFECT], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    effect = json.loads(done.stdout.splitlines()[-1])
+    assert effect["entry"] == ["rlk.rollout.vllm.plugin:register"]
+    assert effect["added"] == [ARCHITECTURE]
+    assert effect["replaced"] == []
+    assert set(effect["imported"]) <= {"rlk", "rlk.rollout", "rlk.rollout.vllm", "rlk.rollout.vllm.plugin"}
