@@ -67,29 +67,45 @@ class Operator:
     """One judged operator.
 
     op_class: class of the forward pass; gradient_class: class of its gradients (a weight gradient is a reduction whatever the operator).
+    outputs, gradients: every value that is judged; a gradient is named after what it is the gradient of.
     depends_on: operators whose arithmetic it uses, so that a change there is judged here too.
+    composed: its bytes are those of the operators it depends on, run one after another.
+    fp32: values without any bf16 rounding on the way to them, judged within the fp32 tolerance; all others within that of bf16.
     """
 
     name: str
     op_class: OpClass
     gradient_class: OpClass
+    outputs: tuple[str, ...]
+    gradients: tuple[str, ...]
     depends_on: tuple[str, ...] = ()
+    composed: bool = False
+    fp32: tuple[str, ...] = ()
+
+    def storage(self, value: str) -> Storage:
+        """Which tolerance an output or a gradient is judged within."""
+        return "fp32" if value in self.fp32 else "bf16"
 
 
 OPERATORS = (
-    Operator("embedding", "elementwise", "reduction"),
-    Operator("rms_norm", "reduction", "reduction"),
-    Operator("qk_norm", "reduction", "reduction", ("rms_norm",)),
-    Operator("det_gemm", "reduction", "reduction"),
-    Operator("rope", "elementwise", "elementwise"),
-    Operator("attention", "attention", "attention"),
-    Operator("silu", "elementwise", "elementwise"),
-    Operator("swiglu", "elementwise", "elementwise", ("silu",)),
-    Operator("lm_head", "reduction", "reduction", ("det_gemm",)),
-    Operator("logp", "logprob", "logprob"),
-    Operator("batch_invariant_logp", "logprob", "logprob", ("lm_head", "logp")),
-    Operator("pack", "elementwise", "elementwise"),
-)
+    Operator("embedding", "elementwise", "reduction", ("y",), ("weight",), fp32=("weight",)),
+    Operator("rms_norm", "reduction", "reduction", ("y",), ("x", "gamma")),
+    Operator("qk_norm", "reduction", "reduction", ("y",), ("x", "gamma"), ("rms_norm",)),
+    Operator("det_gemm", "reduction", "reduction", ("y",), ("x", "weight"), fp32=("weight",)),
+    Operator("rope", "elementwise", "elementwise", ("y",), ("x",)),
+    Operator("attention", "attention", "attention", ("out",), ("q", "k", "v")),
+    Operator("silu", "elementwise", "elementwise", ("y",), ("x",)),
+    Operator("swiglu", "elementwise", "elementwise", ("y",), ("gate_up",), ("silu",)),
+    Operator(
+        "lm_head", "reduction", "reduction", ("logits",), ("hidden", "weight"), ("det_gemm",), composed=True, fp32=("logits", "weight")
+    ),
+    Operator("logp", "logprob", "logprob", ("logp", "lse"), ("logits",), fp32=("logp", "lse")),
+    Operator(
+        "batch_invariant_logp", "logprob", "logprob", ("logp", "lse"), ("hidden", "weight"), ("lm_head", "logp"), composed=True,
+        fp32=("logp", "lse"),
+    ),
+    Operator("pack", "elementwise", "elementwise", ("packed", "unpacked"), ("padded", "rows")),
+)  # fmt: skip
 """The twelve operators, each after those it depends on."""
 
 NEGATIVE_CONTROLS = ("flipped_bit", "negative_zero", "offset_logprob", "stale_weight_version")
