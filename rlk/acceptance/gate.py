@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable
-from functools import cached_property
 from typing import Any, NoReturn
 
 import pytest
@@ -20,38 +19,42 @@ from rlk.acceptance.collector import Evidence
 from rlk.acceptance.judge import EXIT_CODE, Findings, judge_cell
 from rlk.acceptance.selection import select_cells
 from rlk.acceptance.session import AcceptanceSession
+from rlk.evidence.rundir import RunDirectoryError
 from rlk.evidence.schema import CellRecord, Status
 from rlk.kernels.registry import declared_kernels
 
 EVIDENCE = pytest.StashKey[Evidence]()
 JUDGED = pytest.StashKey[int]()
+Matrix = Callable[[Platform], tuple[Cell, ...]]
 FORBIDDEN_MARKS = ("skip", "skipif", "xfail")
 
 
 class Gate:
     """Hooks and state of one acceptance session. Raises SelectionError for a selection that names no cell."""
 
-    def __init__(
-        self, session: pytest.Session, platform: Platform, matrix: Callable[[Platform], tuple[Cell, ...]], matrix_source: str
-    ) -> None:
-        config = session.config
-        self._pytest_session = session
-        self._matrix = matrix
+    def __init__(self, config: pytest.Config, platform: Platform, matrix: Matrix, matrix_source: str) -> None:
+        self._matrix, self._matrix_source = matrix, matrix_source
         self._platform = platform
         self._cells = {c.cell_id: c for c in matrix(platform)}
-        selected = select_cells(matrix(platform), config.getoption("cell"), config.getoption("shard"))
-        self._to_run = [c for c in self._cells.values() if c.required and (selected is None or c.cell_id in selected)]
+        self._selected = select_cells(matrix(platform), config.getoption("cell"), config.getoption("shard"))
+        self._to_run = [c for c in self._cells.values() if c.required and (self._selected is None or c.cell_id in self._selected)]
+        self._declared = declared_kernels()
         self._deselected: set[str] = set()
         self._acceptance: AcceptanceSession | None = None
-        self._lists_only = config.option.collectonly or config.option.showfixtures or config.option.show_fixtures_per_test
-        if not self._lists_only and not hasattr(config, "workerinput"):
-            self._acceptance = AcceptanceSession(config, platform, matrix(platform), selected, matrix_source, self._declared)
-            self._exit = os._exit
-            os._exit = _exit_of(os.getpid(), os._exit)
+        option = config.option
+        self._lists_only = option.collectonly or option.showfixtures or option.show_fixtures_per_test
 
-    @cached_property
-    def _declared(self) -> dict[str, tuple[str, ...]]:
-        return declared_kernels()
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._pytest_session, config = session, session.config
+        if self._lists_only or hasattr(config, "workerinput"):
+            return
+        cells = self._matrix(self._platform)
+        try:
+            self._acceptance = AcceptanceSession(config, self._platform, cells, self._selected, self._matrix_source, self._declared)
+        except (OSError, RunDirectoryError) as error:
+            pytest.exit(f"the evidence cannot be written: {error}", returncode=2)
+        self._exit, os._exit = os._exit, _exit_of(os.getpid(), os._exit)
 
     def parametrize(self, metafunc: pytest.Metafunc, marker: pytest.Mark) -> None:
         """Give a marked test the cells that it covers and that are to run; a marker that fits no cell of any platform is an error."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from rlk.acceptance.platforms import PLATFORMS, Platform, why_not_here
+from rlk.acceptance.platforms import PLATFORMS, why_not_here
 
 if TYPE_CHECKING:
     from rlk.acceptance.cell import Cell
@@ -42,22 +43,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    config = session.config
-    if not _is_acceptance(config):
-        return
-    platform = _platform(config)
-    _refuse_what_weakens(config)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    if not _is_acceptance(config) or config.option.help or config.option.version:
+        return None
+    asked = str(config.option.markexpr or "cpu").strip()
     try:
+        platform = next((p for p in PLATFORMS if p == asked), None)
+        if platform is None:
+            raise ValueError(f"-m {asked!r} names no platform: use exactly one of {', '.join(PLATFORMS)}")
+        if refusal := why_not_here(platform) or _weakened(config):
+            raise ValueError(refusal)
         from rlk.acceptance.gate import Gate
 
         module, _, function = str(config.getini("rlk_matrix")).partition(":")
-        gate = Gate(session, platform, getattr(importlib.import_module(module), function), f"{module}:{function}")
-    except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
-        pytest.exit(f"no acceptance session: {error}", returncode=2)
+        gate = Gate(config, platform, getattr(importlib.import_module(module), function), f"{module}:{function}")
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:
+        print(f"acceptance: {error}", file=sys.stderr)
+        return 2
     config.stash[GATE] = gate
     config.pluginmanager.register(gate, "rlk-gate")
     config.option.markexpr = platform
+    return None
 
 
 def _is_acceptance(config: pytest.Config) -> bool:
@@ -66,27 +72,18 @@ def _is_acceptance(config: pytest.Config) -> bool:
     return any(path == home or home in path.parents for path in paths)
 
 
-def _platform(config: pytest.Config) -> Platform:
-    asked = str(config.option.markexpr or "cpu").strip()
-    for platform in PLATFORMS:
-        if asked == platform:
-            reason = why_not_here(platform)
-            if reason:
-                pytest.exit(reason, returncode=2)
-            return platform
-    pytest.exit(f"-m {asked!r} names no platform: use exactly one of {', '.join(PLATFORMS)}", returncode=2)
-
-
-def _refuse_what_weakens(config: pytest.Config) -> None:
+def _weakened(config: pytest.Config) -> str:
+    """Which plugin or option would weaken the verdict, and the remedy; "" if none."""
     for name, plugin in config.pluginmanager.list_name_plugin():
         if plugin is not None and os.sep not in str(name) and any(word in str(name) for word in RERUN_PLUGINS):
-            pytest.exit(f"plugin {name!r} repeats failed tests, and a cell that fails once has failed: remove it", returncode=2)
+            return f"plugin {name!r} repeats failed tests, and a cell that fails once has failed: remove it"
     if any(str(override).startswith("rlk_matrix") for override in config.option.override_ini or ()):
-        pytest.exit("-o rlk_matrix would choose another matrix than the committed one: leave it out", returncode=2)
+        return "-o rlk_matrix would choose another matrix than the committed one: leave it out"
     if config.inipath is None or config.inipath.parent != config.rootpath:
-        pytest.exit(f"the configuration {config.inipath} is not the repository's own: leave out -c", returncode=2)
+        return f"the configuration {config.inipath} is not the repository's own: leave out -c"
     if not __debug__:
-        pytest.exit("python -O drops assertions: run without -O and PYTHONOPTIMIZE", returncode=2)
+        return "python -O drops assertions: run without -O and PYTHONOPTIMIZE"
+    return ""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
