@@ -62,8 +62,8 @@ def _integration(platform: Platform) -> Iterator[Cell]:
 
 def _ablations(platform: Platform) -> Iterator[Cell]:
     for arm in ARMS:
-        sides = {arm.attention, arm.ffn, arm.logp}
-        train, rollout = next(iter(sides)).split("/")
+        uniform = arm.attention == arm.ffn == arm.logp
+        train, rollout = arm.attention.split("/") if uniform else ("", "")
         yield Cell(
             platform,
             "ablation",
@@ -74,7 +74,7 @@ def _ablations(platform: Platform) -> Iterator[Cell]:
             strict=(*(SCORING if train == "R" else ()), *(ROLLOUT if rollout == "R" else ())),
             native=(*(("train",) if train == "P" else ()), *(("rollout",) if rollout == "P" else ())),
             facts=(*ENGINES, "tokens_compared"),
-            unsupported="" if len(sides) == 1 else "no engine here mixes native and rlk operators inside one model",
+            unsupported="" if uniform else "no engine here mixes native and rlk operators inside one model",
         )
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 SCHEMA_VERSION: Literal[1] = 1
 
 Count = Annotated[int, Field(ge=0)]
+PlatformName = Literal["cpu", "cuda", "rocm"]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -140,7 +141,7 @@ class MatrixRow(Record):
     """One cell of the matrix as the report lists it, with all that the judge asks of it."""
 
     cell_id: str
-    platform: Literal["cpu", "cuda", "rocm"]
+    platform: PlatformName
     scope: str
     subject: str
     workload: str
@@ -160,7 +161,7 @@ class SessionFacts(Record):
     development: a dirty tree was let in on request; such a session cannot PASS either.
     """
 
-    platform: str
+    platform: PlatformName
     selected: tuple[str, ...] | None = None
     trouble: tuple[str, ...] = ()
     development: bool = False

@@ -1,0 +1,227 @@
+"""Checks a finished run from its files alone, seals it, and joins shards into one verdict."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlk.acceptance.cell import Cell
+from rlk.acceptance.judge import conclude, rejudge
+from rlk.acceptance.matrix import enumerate_cells
+from rlk.evidence.report import write_report
+from rlk.evidence.rundir import COMPLETE, RunDirectory, RunDirectoryError, new_run_id
+from rlk.evidence.schema import CellRecord, Report, SessionFacts, Verdict
+
+OWN_MATRIX = "rlk.acceptance.matrix:enumerate_cells"
+PAGES = ("report.html", "report.md")
+KERNEL_ID = re.compile(r"[a-z]+:[a-z0-9_]+:[0-9a-f]{12,64}")
+_SEAL = TypeAdapter(dict[str, dict[str, str]])
+
+
+class ValidationRefused(RuntimeError):
+    """A run that cannot be sealed or merged; one line per problem."""
+
+
+def validate_run(path: Path) -> list[str]:
+    """Problems of the run in ``path``, one line each; empty if its files are complete, agree with each other and carry the verdict.
+
+    A red run is valid too: validity says that the evidence is whole, the verdict says what it shows.
+    """
+    try:
+        directory = RunDirectory(path)
+        report = Report.model_validate_json((path / "report.json").read_bytes())
+    except RunDirectoryError as error:
+        return [str(error)]
+    except FileNotFoundError:
+        return [f"{path} has no report.json: the run did not reach its end"]
+    except (OSError, ValidationError) as error:
+        return [f"report.json is not a report: {_first_line(error)}"]
+    records, problems = read_cells(path)
+    problems += [f"{name} is missing" for name in PAGES if not (path / name).is_file()]
+    problems += _environment(path, report)
+    problems += _agreement(report, records)
+    problems += _kernel_ids(report)
+    if directory.sealed:
+        problems += _seal_problems(directory)
+    return problems
+
+
+def read_cells(path: Path) -> tuple[list[CellRecord], list[str]]:
+    """Records of ``cells.jsonl`` and its problems: a last line without its end, a line that is no record."""
+    try:
+        text = (path / "cells.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return [], []  # a session in which no cell ended; the verdict over its records says so
+    except (OSError, UnicodeDecodeError) as error:
+        return [], [f"cells.jsonl cannot be read: {_first_line(error)}"]
+    records, problems = [], []
+    if text and not text.endswith("\n"):
+        problems.append("cells.jsonl is truncated: its last line has no end")
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            records.append(CellRecord.model_validate_json(line))
+        except ValidationError as error:
+            problems.append(f"cells.jsonl line {number} is not a record: {_first_line(error)}")
+    return records, problems
+
+
+def seal(path: Path) -> Path:
+    """Write ``COMPLETE`` with the digest of every file; returns its path. Raises ValidationRefused on any problem or an earlier seal."""
+    if (path / COMPLETE).exists():
+        raise ValidationRefused(f"{path} is sealed already")
+    _require_valid(path)
+    return RunDirectory(path).seal()
+
+
+def merge(paths: Sequence[Path], target: Path) -> Verdict:
+    """Join shards into the new run directory ``target`` and judge all of their cells together.
+
+    Every shard must be valid and clean; commit, tree, platform, matrix, kernels, packages and numerics must agree. A cell that several
+    shards hold must be the same record in each. Faults of a shard's session are faults of the whole. Raises ValidationRefused, or
+    RunDirectoryError if ``target`` exists.
+    """
+    if not paths:
+        raise ValidationRefused("nothing to merge: name at least one run directory")
+    for path in paths:
+        _require_valid(path)
+    reports = [Report.model_validate_json((path / "report.json").read_bytes()) for path in paths]
+    for path, report in zip(paths, reports):
+        _require_clean(path, report)
+        _require_same(paths[0], reports[0], path, report)
+    records = _union(paths)
+    first = reports[0]
+    trouble = [f"{report.run_id}: {reason}" for report in reports for reason in report.session.trouble]
+    session = SessionFacts(platform=first.session.platform, trouble=tuple(trouble))
+    judged, verdict = conclude([Cell.from_row(row) for row in first.matrix], records, session)
+    environment: dict[str, Any] = {**first.environment, "shards": [report.run_id for report in reports]}
+    whole = Report(
+        run_id=new_run_id(),
+        command=shlex.join(["rlk", "validate", "--merge", *map(str, paths), "--into", str(target)]),
+        started_at=min(report.started_at for report in reports),
+        finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        matrix_source=first.matrix_source,
+        session=session,
+        verdict=verdict,
+        provenance=first.provenance,
+        environment=environment,
+        declared_kernels=first.declared_kernels,
+        matrix=first.matrix,
+        records=tuple(judged),
+        waivers=tuple(dict.fromkeys(waiver for report in reports for waiver in report.waivers)),
+    )
+    directory = RunDirectory.create(target)
+    directory.write_json("environment.json", {"provenance": first.provenance, **environment})
+    for record in records:
+        directory.append_json("cells.jsonl", record.model_dump(mode="json"))
+    write_report(directory, whole)
+    return verdict
+
+
+def _environment(path: Path, report: Report) -> list[str]:
+    try:
+        frozen = json.loads((path / "environment.json").read_bytes())
+    except FileNotFoundError:
+        return ["environment.json is missing"]
+    except (OSError, ValueError) as error:
+        return [f"environment.json is not JSON: {_first_line(error)}"]
+    expected = {"provenance": report.provenance, **report.environment}
+    return [] if frozen == expected else ["environment.json and report.json disagree"]
+
+
+def _agreement(report: Report, records: Sequence[CellRecord]) -> list[str]:
+    """Matrix, records and verdict of a report against each other and against ``cells.jsonl``."""
+    try:
+        cells = [Cell.from_row(row) for row in report.matrix]
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    if report.matrix_source == OWN_MATRIX and cells != list(enumerate_cells(report.session.platform)):
+        problems.append("the matrix is not the one this version of rlk enumerates: validate with the commit of the run")
+    judged, verdict = conclude(cells, records, report.session)
+    stored = {record.cell_id: record for record in report.records}
+    differing = [record.cell_id for record in judged if stored.get(record.cell_id) != record]
+    if differing:
+        problems.append(f"{len(differing)} records of report.json are not those of cells.jsonl, first {differing[0]}")
+    elif list(report.records) != judged:
+        problems.append("report.json holds other records than cells.jsonl")
+    if verdict != report.verdict:
+        problems.append(f"the verdict {report.verdict.status} does not follow from the records: they give {verdict.status}")
+    if report.provenance.get("dirty") and not (report.session.development or report.session.trouble):
+        problems.append("the checkout was dirty and the session does not say so")
+    if not report.provenance.get("sha") and not report.session.trouble:
+        problems.append("the commit is unknown and the session does not say so")
+    by_id = {cell.cell_id: cell for cell in cells}
+    for record in report.records:
+        reasons = rejudge(by_id[record.cell_id], record, report.declared_kernels) if record.cell_id in by_id else []
+        problems += [f"{record.cell_id} is PASS, but its own evidence says: {reason}" for reason in reasons[:1]]
+    return problems
+
+
+def _kernel_ids(report: Report) -> list[str]:
+    ids = {use.kernel_id for record in report.records for use in record.kernels} | set(report.declared_kernels)
+    return [f"kernel id {kernel_id!r} is not backend:operator:hash" for kernel_id in sorted(ids) if not KERNEL_ID.fullmatch(kernel_id)]
+
+
+def _seal_problems(directory: RunDirectory) -> list[str]:
+    try:
+        sealed = _SEAL.validate_json((directory.path / COMPLETE).read_bytes())["files"]
+    except (OSError, ValidationError, KeyError) as error:
+        return [f"{COMPLETE} is not a seal: {_first_line(error)}"]
+    found = directory.digests()
+    problems = [f"{name} was removed after the run was sealed" for name in sorted(sealed.keys() - found.keys())]
+    problems += [f"{name} was added after the run was sealed" for name in sorted(found.keys() - sealed.keys())]
+    return problems + [
+        f"{name} was changed after the run was sealed" for name in sorted(sealed) if found.get(name, sealed[name]) != sealed[name]
+    ]
+
+
+def _require_valid(path: Path) -> None:
+    problems = validate_run(path)
+    if problems:
+        raise ValidationRefused("\n".join(f"{path.name}: {problem}" for problem in problems))
+
+
+def _require_clean(path: Path, report: Report) -> None:
+    if report.provenance.get("dirty") or report.provenance.get("problem") or report.session.development:
+        raise ValidationRefused(f"{path.name} does not come from a clean checkout of a known commit: run that shard again")
+
+
+def _require_same(first_path: Path, first: Report, path: Path, report: Report) -> None:
+    pairs = {
+        "commit": (first.provenance.get("sha"), report.provenance.get("sha")),
+        "tree": (first.provenance.get("tree_digest"), report.provenance.get("tree_digest")),
+        "platform": (first.session.platform, report.session.platform),
+        "matrix": (first.matrix, report.matrix),
+        "kernels": (first.declared_kernels, report.declared_kernels),
+        "packages": (first.environment.get("packages"), report.environment.get("packages")),
+        "numerics": (first.environment.get("numerics"), report.environment.get("numerics")),
+    }
+    for what, (a, b) in pairs.items():
+        if a != b:
+            raise ValidationRefused(f"{path.name} and {first_path.name} differ in {what}: merge shards of one commit and one environment")
+
+
+def _union(paths: Sequence[Path]) -> list[CellRecord]:
+    """Records of all shards; one that several shards hold alike is taken once."""
+    found: dict[str, tuple[Path, list[CellRecord]]] = {}
+    for path in paths:
+        of_shard: dict[str, list[CellRecord]] = {}
+        for record in read_cells(path)[0]:
+            of_shard.setdefault(record.cell_id, []).append(record)
+        for cell_id, records in of_shard.items():
+            earlier, same = found.setdefault(cell_id, (path, records))
+            if same != records:
+                raise ValidationRefused(f"{path.name} and {earlier.name} hold different results of {cell_id}: merge only one of them")
+    return [record for _, records in found.values() for record in records]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return " ".join(lines[:3]) if lines else type(error).__name__
