@@ -49,7 +49,7 @@ def validate_run(path: Path) -> list[str]:
     problems += _agreement(report, records)
     problems += _kernel_ids(report)
     if directory.sealed:
-        problems += _seal_problems(directory)
+        problems += seal_problems(directory)
     return problems
 
 
@@ -169,7 +169,8 @@ def _kernel_ids(report: Report) -> list[str]:
     return [f"kernel id {kernel_id!r} is not backend:operator:hash" for kernel_id in sorted(ids) if not KERNEL_ID.fullmatch(kernel_id)]
 
 
-def _seal_problems(directory: RunDirectory) -> list[str]:
+def seal_problems(directory: RunDirectory) -> list[str]:
+    """How a sealed directory differs from its seal, one line per file."""
     try:
         sealed = _SEAL.validate_json((directory.path / COMPLETE).read_bytes())["files"]
     except (OSError, ValidationError, KeyError) as error:
