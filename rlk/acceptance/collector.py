@@ -9,7 +9,7 @@ import torch
 
 from rlk.acceptance.judge import Findings
 from rlk.evidence.bytes import Token, compare, compare_fp32, compare_tokens
-from rlk.evidence.schema import Comparison, Control, KernelUse
+from rlk.evidence.schema import Accuracy, Comparison, Control, KernelUse
 
 
 class Evidence:
@@ -44,6 +44,11 @@ class Evidence:
     def comparison(self, outcome: Comparison) -> Comparison:
         """Hand in a comparison made elsewhere."""
         self._open().comparisons.append(outcome)
+        return outcome
+
+    def accuracy(self, outcome: Accuracy) -> Accuracy:
+        """Hand in an accuracy measured by ``rlk.evidence.accuracy``."""
+        self._open().accuracies.append(outcome)
         return outcome
 
     def kernels(self, side: str, ran: Iterable[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rlk.acceptance.cell import PLATFORMS, Cell, Platform
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.judge import EXIT_CODE, Findings, judge_cell
+from rlk.acceptance.judge import Findings, exit_code, judge_cell
 from rlk.acceptance.selection import select_cells
 from rlk.acceptance.session import AcceptanceSession
 from rlk.evidence.rundir import RunDirectoryError
@@ -36,7 +36,8 @@ class Gate:
         self._matrix, self._matrix_source = matrix, matrix_source
         self._platform = platform
         self._cells = {c.cell_id: c for c in matrix(platform)}
-        self._selected = select_cells(matrix(platform), config.getoption("cell"), config.getoption("shard"))
+        self._scopes = tuple(dict.fromkeys(config.getoption("scope")))
+        self._selected = select_cells(matrix(platform), config.getoption("cell"), config.getoption("shard"), self._scopes)
         self._to_run = [c for c in self._cells.values() if c.required and (self._selected is None or c.cell_id in self._selected)]
         self._declared = declared_kernels()
         self._deselected: set[str] = set()
@@ -51,7 +52,9 @@ class Gate:
             return
         cells = self._matrix(self._platform)
         try:
-            self._acceptance = AcceptanceSession(config, self._platform, cells, self._selected, self._matrix_source, self._declared)
+            self._acceptance = AcceptanceSession(
+                config, self._platform, cells, self._selected, self._scopes, self._matrix_source, self._declared
+            )
         except (OSError, RunDirectoryError) as error:
             pytest.exit(f"the evidence cannot be written: {error}", returncode=2)
         self._exit, os._exit = os._exit, _exit_of(os.getpid(), os._exit)
@@ -138,7 +141,7 @@ class Gate:
             self._acceptance.trouble(f"the session's tear-down failed: {type(error).__name__}: {error}")
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             self._acceptance.trouble(f"pytest ended with exit code {int(exitstatus)} before all cells were judged")
-        session.exitstatus = EXIT_CODE[self._acceptance.close(self._deselected).status]
+        session.exitstatus = exit_code(self._acceptance.close(self._deselected))
         return result
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -154,8 +157,9 @@ class Gate:
         os._exit = self._exit
         verdict = self._acceptance.verdict
         if verdict is not None:
-            self._pytest_session.exitstatus = self._pytest_session.exitstatus or EXIT_CODE[verdict.status]
-            print(f"{verdict.status}  {self._acceptance.report_path}", file=sys.stdout, flush=True)
+            self._pytest_session.exitstatus = self._pytest_session.exitstatus or exit_code(verdict)
+            green = f" (scope {', '.join(verdict.green_scopes)} green)" if verdict.green_scopes else ""
+            print(f"{verdict.status}{green}  {self._acceptance.report_path}", file=sys.stdout, flush=True)
 
 
 def _cell_of(item: pytest.Item) -> Cell | None:

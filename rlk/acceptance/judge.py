@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from rlk.acceptance.cell import Cell, Platform
+from rlk.contract.judgments import JUDGMENTS, OPERATORS, Tolerance, tolerance
+from rlk.evidence.accuracy import describe_accuracy
 from rlk.evidence.bytes import describe
-from rlk.evidence.schema import CellRecord, Comparison, Control, KernelUse, SessionFacts, Status, Verdict
+from rlk.evidence.schema import Accuracy, CellRecord, Comparison, Control, KernelUse, SessionFacts, Status, Verdict
 
 BACKENDS_OF: Mapping[Platform, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton", "vendor"), "rocm": ("triton", "vendor")}
-EXIT_CODE = {Status.PASS: 0, Status.FAIL: 1, Status.MISSING: 1, Status.PARTIAL: 3}
+_EXIT_CODE = {Status.PASS: 0, Status.FAIL: 1, Status.MISSING: 1, Status.PARTIAL: 3}
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Findings:
     """What a cell's test handed in."""
 
     comparisons: list[Comparison] = field(default_factory=list)
+    accuracies: list[Accuracy] = field(default_factory=list)
     kernels: list[KernelUse] = field(default_factory=list)
     controls: list[Control] = field(default_factory=list)
     facts: dict[str, JsonValue] = field(default_factory=dict)
@@ -44,6 +47,7 @@ def judge_cell(cell: Cell, findings: Findings, trouble: Sequence[str], declared:
         status=Status.FAIL if reasons else Status.PASS,
         reasons=tuple(reasons),
         comparisons=tuple(findings.comparisons),
+        accuracies=tuple(findings.accuracies),
         kernels=tuple(findings.kernels),
         controls=tuple(findings.controls),
         facts=findings.facts,
@@ -55,7 +59,7 @@ def rejudge(cell: Cell, record: CellRecord, declared: Mapping[str, Collection[st
     """Why a record's own evidence does not carry its PASS; empty for one that it carries, and for a record that is red anyway."""
     if record.status is not Status.PASS:
         return []
-    findings = Findings(list(record.comparisons), list(record.kernels), list(record.controls), record.facts)
+    findings = Findings(list(record.comparisons), list(record.accuracies), list(record.kernels), list(record.controls), record.facts)
     return list(judge_cell(cell, findings, [], declared).reasons)
 
 
@@ -63,17 +67,44 @@ def _expectation(cell: Cell, findings: Findings) -> list[str]:
     if cell.expect == "caught":
         planted = {c.name for c in findings.controls}
         return [] if cell.subject in planted else [f"control {cell.subject!r} was not run"]
-    if not findings.comparisons:
-        return ["nothing was compared"]
-    repeated = [name for name, count in Counter(c.name for c in findings.comparisons).items() if count > 1]
+    handed_in: Sequence[Comparison | Accuracy] = findings.accuracies if cell.expect == "close" else findings.comparisons
+    if not handed_in:
+        return ["nothing was measured" if cell.expect == "close" else "nothing was compared"]
+    names = Counter(c.name for c in handed_in)
+    repeated = [name for name, count in names.items() if count > 1]
     if repeated:
         return [f"comparison {repeated[0]!r} was handed in more than once"]
+    absent = [name for name in cell.names if name not in names]
+    if absent:
+        return [f"{len(absent)} of {len(cell.names)} results were not handed in, first {absent[0]!r}"]
+    if cell.expect == "close":
+        return [reason for a in findings.accuracies for reason in _accuracy(cell, a)]
     if cell.expect == "equal":
         return [describe(c) for c in findings.comparisons if not c.equal]
     void = [describe(c) for c in findings.comparisons if c.problem]
     if not void and not any(c.mismatched_bytes for c in findings.comparisons):
         return ["a native arm shows zero mismatches: the detector is broken, or the arm is not native"]
     return void
+
+
+def _accuracy(cell: Cell, accuracy: Accuracy) -> list[str]:
+    allowed = _contract_tolerance(cell, accuracy)
+    if allowed is None:
+        return [f"{accuracy.name}: the contract has no tolerance for {accuracy.value} of {accuracy.subject} in {cell.judgment}"]
+    if (accuracy.atol, accuracy.rtol) != (allowed.atol, allowed.rtol):
+        return [
+            f"{accuracy.name}: judged within {accuracy.atol:g}, {accuracy.rtol:g}; the contract allows {allowed.atol:g}, {allowed.rtol:g}"
+        ]
+    return [] if accuracy.passed else [describe_accuracy(accuracy)]
+
+
+def _contract_tolerance(cell: Cell, accuracy: Accuracy) -> Tolerance | None:
+    """The contract's tolerance for what an accuracy names, None where it names nothing that this cell judges."""
+    judgment = next((j for j in JUDGMENTS if j.name == cell.judgment and not j.exact), None)
+    op = next((o for o in OPERATORS if o.name == accuracy.subject and accuracy.name.startswith(f"{o.name}.")), None)
+    if judgment is None or op is None or accuracy.value not in (op.gradients if judgment.gradient else op.outputs):
+        return None
+    return tolerance(op.name, judgment, op.storage(accuracy.value))
 
 
 def _kernels(cell: Cell, findings: Findings, declared: Mapping[str, Collection[str]]) -> list[str]:
@@ -83,6 +114,8 @@ def _kernels(cell: Cell, findings: Findings, declared: Mapping[str, Collection[s
         where = f"{use.op} on the {use.side} side"
         if use.side in cell.native:
             reasons.append(f"{where} ran rlk kernel {use.kernel_id}, but this side must be native")
+        elif cell.backend and use.backend != cell.backend:
+            reasons.append(f"{where} ran on backend {use.backend!r}, this cell judges {cell.backend!r}")
         elif use.backend not in BACKENDS_OF[cell.platform]:
             reasons.append(f"{where} ran on undeclared backend {use.backend!r}")
         elif use.op.split(".")[0] not in declared.get(use.kernel_id, ()):
@@ -147,6 +180,7 @@ def _verdict(
     return Verdict(
         status=status,
         platform=session.platform,
+        green_scopes=_green_scopes(required, session, status),
         reasons=(*faults, *_red(records, Status.FAIL), *_red(records, Status.MISSING)),
         required=len(required),
         passed=by_status[Status.PASS],
@@ -155,6 +189,19 @@ def _verdict(
         not_selected=len(required) - len(records),
         unsupported=len(cells) - len(required),
     )
+
+
+def _green_scopes(required: Sequence[Cell], session: SessionFacts, status: Status) -> tuple[str, ...]:
+    """The scopes of a ``--scope`` session, if every required cell of every one of them was to run and passed in a clean checkout."""
+    if status is not Status.PARTIAL or session.development or session.selected is None:
+        return ()
+    whole = {c.cell_id for c in required if c.scope in session.scopes}
+    return session.scopes if set(session.selected) == whole else ()
+
+
+def exit_code(verdict: Verdict) -> int:
+    """0 PASS, or every required cell of the scopes that were asked for is green; 1 FAIL or MISSING; 3 any other PARTIAL."""
+    return 0 if verdict.green_scopes else _EXIT_CODE[verdict.status]
 
 
 def _red(records: Sequence[CellRecord], status: Status) -> list[str]:

@@ -30,6 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rlk", "rlk acceptance")
     group.addoption("--cell", action="append", default=[], metavar="ID", help="run one cell (repeatable); such a session ends PARTIAL")
     group.addoption("--shard", metavar="I/N", help="run part I of N; ends PARTIAL, joined by `rlk validate --merge`")
+    group.addoption(
+        "--scope",
+        action="append",
+        default=[],
+        metavar="SCOPE",
+        help="run one scope (repeatable): exit 0 if all of it is green, ends PARTIAL",
+    )
     group.addoption("--artifacts", metavar="DIR", help="where run directories go (default: artifacts/refactor)")
     group.addoption("--waivers", metavar="FILE", help="waivers that annotate the report (default: acceptance/waivers.json)")
     group.addoption("--allow-dirty", action="store_true", help="judge a dirty checkout; the report says so and ends PARTIAL, never PASS")

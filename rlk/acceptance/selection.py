@@ -1,4 +1,8 @@
-"""Narrowing a session on purpose: ``--cell`` and ``--shard``."""
+"""Narrowing a session on purpose: ``--cell``, ``--shard`` and ``--scope``.
+
+A narrowed session never ends PASS. One narrowed by ``--scope`` alone answers a smaller question in full: it exits 0 if every required cell
+of those scopes is green, though its verdict over the platform is PARTIAL.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,23 @@ from rlk.acceptance.cell import Cell
 
 
 class SelectionError(ValueError):
-    """An unknown cell or a malformed shard; one line with the remedy."""
+    """An unknown cell or scope, or a malformed shard; one line with the remedy."""
 
 
-def select_cells(cells: Sequence[Cell], ids: Sequence[str], shard: str | None) -> tuple[str, ...] | None:
-    """Ids to run, or None for all. Shard i of n (1-based) takes every n-th required cell, so that shards partition the matrix."""
+def select_cells(cells: Sequence[Cell], ids: Sequence[str], shard: str | None, scopes: Sequence[str] = ()) -> tuple[str, ...] | None:
+    """Ids to run, or None for all.
+
+    Shard i of n (1-based) takes every n-th required cell, so that shards partition the matrix. Scopes take all of their required cells.
+    """
     required = [c.cell_id for c in cells if c.required]
-    if ids and shard:
-        raise SelectionError("--cell and --shard exclude each other: use one")
+    if sum(map(bool, (ids, shard, scopes))) > 1:
+        raise SelectionError("--cell, --shard and --scope exclude each other: use one")
+    known = tuple(dict.fromkeys(c.scope for c in cells if c.required))
+    for scope in scopes:
+        if scope not in known:
+            raise SelectionError(f"--scope {scope!r} has no required cell on this platform: use one of {', '.join(known)}")
+    if scopes:
+        return tuple(c.cell_id for c in cells if c.required and c.scope in scopes)
     for cell_id in ids:
         if cell_id not in required:
             close = difflib.get_close_matches(cell_id, required, n=1)

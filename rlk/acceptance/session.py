@@ -32,13 +32,14 @@ class AcceptanceSession:
         platform: Platform,
         cells: Sequence[Cell],
         selected: tuple[str, ...] | None,
+        scopes: tuple[str, ...],
         matrix_source: str,
         declared: Mapping[str, Sequence[str]],
     ) -> None:
         self.verdict: Verdict | None = None
         self._root = config.rootpath
         self._allow_dirty = bool(config.getoption("allow_dirty"))
-        self._platform, self._cells, self._selected = platform, cells, selected
+        self._platform, self._cells, self._selected, self._scopes = platform, cells, selected, scopes
         self._matrix_source, self._declared = matrix_source, declared
         self._started = datetime.now(UTC)
         self._run_id = new_run_id(self._started)
@@ -89,6 +90,7 @@ class AcceptanceSession:
         session = SessionFacts(
             platform=self._platform,
             selected=self._selected,
+            scopes=self._scopes,
             trouble=(*self._trouble, *self._provenance_trouble(read_provenance(self._root))),
             development=self._provenance.dirty,
         )

@@ -50,76 +50,80 @@ class OperatorShape:
     compared: tuple[str, ...] = ()
 
 
-def _short(name: str = "ws1", batch: RaggedBatch = WS1, **sizes: int) -> OperatorShape:
-    return OperatorShape(name, batch, sizes, EDGES, (1, 7, 15, 16))
+_PADDED = QWEN3_8B.padded_vocab()
+_HEADS = {"heads": QWEN3_8B.q_heads, "dim": QWEN3_8B.head_dim}
+_TINY_HEADS = {"heads": TINY.q_heads, "dim": TINY.head_dim}
+_ATTENTION = {"q_heads": QWEN3_8B.q_heads, "kv_heads": QWEN3_8B.kv_heads, "dim": QWEN3_8B.head_dim, "page": 16}
+_TINY_ATTENTION = {"q_heads": TINY.q_heads, "kv_heads": TINY.kv_heads, "dim": TINY.head_dim, "page": 16}
+_TWO_TILES = {"vocab": 8 * 1500, "padded": padded_vocab_size(8 * 1500, 8)}
+_TINY_VOCABULARY = {"vocab": TINY.vocab_size, "padded": TINY.padded_vocab()}
+_VOCABULARY = {"vocab": QWEN3_8B.vocab_size, "padded": _PADDED}
 
 
-def _m59(**sizes: int) -> OperatorShape:
+def _short(sizes: dict[str, int], name: str = "ws1") -> OperatorShape:
+    return OperatorShape(name, WS1, sizes, EDGES, (1, 7, 15, 16))
+
+
+def _m59(sizes: dict[str, int]) -> OperatorShape:
     return OperatorShape("m59", WS1, sizes)
 
 
-def _long(name: str = "long", judged: tuple[str, ...] = (), compared: tuple[str, ...] = LONG_LAYOUTS, **sizes: int) -> OperatorShape:
+def _long(
+    sizes: dict[str, int], name: str = "long", judged: tuple[str, ...] = (), compared: tuple[str, ...] = LONG_LAYOUTS
+) -> OperatorShape:
     return OperatorShape(name, LONG, sizes, judged=judged, compared=compared)
 
 
-_PADDED = QWEN3_8B.padded_vocab()
-_HEADS = {"heads": QWEN3_8B.q_heads, "dim": QWEN3_8B.head_dim}
-_ATTENTION = {"q_heads": QWEN3_8B.q_heads, "kv_heads": QWEN3_8B.kv_heads, "dim": QWEN3_8B.head_dim}
-_TINY_HEADS = {"heads": TINY.q_heads, "dim": TINY.head_dim}
-_TWO_TILES = {"vocab": 8 * 1500, "padded": padded_vocab_size(8 * 1500, 8)}
-_VOCABULARY = {"vocab": QWEN3_8B.vocab_size, "padded": _PADDED}
-
 SHAPES: dict[str, dict[Tier, tuple[OperatorShape, ...]]] = {
     "embedding": {
-        "short": (_short(width=TINY.hidden, vocab=TINY.vocab_size, padded=TINY.padded_vocab()),),
-        # 64 of 4096 columns
-        "primary": (_m59(width=64, **_VOCABULARY), _long(width=64, **_VOCABULARY)),
+        "short": (_short({"width": TINY.hidden, **_TINY_VOCABULARY}),),
+        "primary": (_m59({"width": 64, **_VOCABULARY}), _long({"width": 64, **_VOCABULARY})),  # 64 of 4096 columns
     },
     "rms_norm": {
-        "short": (_short(width=TINY.hidden),),
-        "primary": (_m59(width=QWEN3_8B.hidden), _long(width=QWEN3_8B.hidden)),
+        "short": (_short({"width": TINY.hidden}),),
+        "primary": (_m59({"width": QWEN3_8B.hidden}), _long({"width": QWEN3_8B.hidden})),
     },
-    "qk_norm": {"short": (_short(**_TINY_HEADS),), "primary": (_m59(**_HEADS), _long(**_HEADS))},
+    "qk_norm": {"short": (_short(_TINY_HEADS),), "primary": (_m59(_HEADS), _long(_HEADS))},
     "det_gemm": {
         "short": (
-            _short("qkv", k=128, n=1024, splits=1, grad_splits=8, weight_rows=1024),
-            _short("o_proj", k=512, n=128, splits=8, grad_splits=1, weight_rows=128),
+            _short({"k": 128, "n": 1024, "splits": 1, "grad_splits": 8, "weight_rows": 1024}, "qkv"),
+            _short({"k": 512, "n": 128, "splits": 8, "grad_splits": 1, "weight_rows": 128}, "o_proj"),
         ),
         # the weight gradient holds 256 of the weight's rows; the long prompt 256 rows of the weight, or 64 columns of the input gradient
         "primary": (
             OperatorShape("m8", GEMM_8, {"k": 4096, "n": 4096, "splits": 8, "grad_splits": 1, "weight_rows": 256}, (33,)),
-            _m59(k=4096, n=12288, splits=1, grad_splits=8, weight_rows=256),
-            _long(judged=("y", "weight"), k=4096, n=256, splits=1, grad_splits=1, weight_rows=256),
-            _long("long_input", judged=("x",), k=64, n=12288, splits=1, grad_splits=8, weight_rows=16),
+            _m59({"k": 4096, "n": 12288, "splits": 1, "grad_splits": 8, "weight_rows": 256}),
+            _long({"k": 4096, "n": 256, "splits": 1, "grad_splits": 1, "weight_rows": 256}, judged=("y", "weight")),
+            _long({"k": 64, "n": 12288, "splits": 1, "grad_splits": 8, "weight_rows": 16}, "long_input", judged=("x",)),
         ),
     },
     "rope": {
-        "short": (_short(positions=TINY.max_positions, **_TINY_HEADS),),
-        "primary": (_m59(positions=QWEN3_8B.max_positions, **_HEADS), _long(positions=QWEN3_8B.max_positions, **_HEADS)),
+        "short": (_short({"positions": TINY.max_positions, **_TINY_HEADS}),),
+        "primary": (_m59({"positions": QWEN3_8B.max_positions, **_HEADS}), _long({"positions": QWEN3_8B.max_positions, **_HEADS})),
     },
     "attention": {
-        "short": (_short(q_heads=TINY.q_heads, kv_heads=TINY.kv_heads, dim=TINY.head_dim, page=16),),
+        "short": (_short(_TINY_ATTENTION),),
         "primary": (
-            OperatorShape("b1_sq8", ONE_OF_8, {**_ATTENTION, "page": 16}, (33,)),
-            OperatorShape("b4_sq19", FOUR_OF_19, {**_ATTENTION, "page": 16}, (129,)),
-            OperatorShape("sq1_skv32", ONE_OF_32, {**_ATTENTION, "page": 16}),
-            _long(compared=("chunking", "decode_against_prefill"), page=16, **_ATTENTION),
+            OperatorShape("b1_sq8", ONE_OF_8, _ATTENTION, (33,)),
+            OperatorShape("b4_sq19", FOUR_OF_19, _ATTENTION, (129,)),
+            OperatorShape("sq1_skv32", ONE_OF_32, _ATTENTION),
+            _long(_ATTENTION, compared=("chunking", "decode_against_prefill")),
         ),
     },
     "silu": {
-        "short": (_short(width=TINY.intermediate),),
-        "primary": (_m59(width=QWEN3_8B.intermediate), _long(width=256)),  # 256 of 12288 columns
+        "short": (_short({"width": TINY.intermediate}),),
+        "primary": (_m59({"width": QWEN3_8B.intermediate}), _long({"width": 256})),  # long: 256 of 12288 columns
     },
     "swiglu": {
-        "short": (_short(width=TINY.intermediate, shards=8),),
-        "primary": (_m59(width=QWEN3_8B.intermediate, shards=8), _long(width=256, shards=8)),
+        "short": (_short({"width": TINY.intermediate, "shards": 8}),),
+        "primary": (_m59({"width": QWEN3_8B.intermediate, "shards": 8}), _long({"width": 256, "shards": 8})),
     },
     "lm_head": {
-        "short": (_short(k=TINY.hidden, n=TINY.padded_vocab(), weight_rows=TINY.padded_vocab()),),
+        "short": (_short({"k": TINY.hidden, "n": TINY.padded_vocab(), "weight_rows": TINY.padded_vocab()}),),
         # 256 of the weight gradient's rows; the long prompt holds 1024 columns of the logits
         "primary": (
             OperatorShape("m4", LOGPROB_4, {"k": QWEN3_8B.hidden, "n": _PADDED, "weight_rows": 256}, (27,), (3,)),
-            _long(judged=("logits", "weight"), k=QWEN3_8B.hidden, n=1024, weight_rows=256),
+            _long({"k": QWEN3_8B.hidden, "n": 1024, "weight_rows": 256}, judged=("logits", "weight")),
         ),
     },
     "logp": {
@@ -131,18 +135,16 @@ SHAPES: dict[str, dict[Tier, tuple[OperatorShape, ...]]] = {
     },
     "batch_invariant_logp": {
         "short": (
-            OperatorShape("ws1", WS1, {"hidden": TINY.hidden, **_TWO_TILES, "weight_rows": 2048}, (16, 33, 65), (1, 16)),
-            _long(hidden=TINY.hidden, vocab=TINY.vocab_size, padded=TINY.padded_vocab(), weight_rows=TINY.padded_vocab()),
+            OperatorShape("ws1", WS1, {"hidden": TINY.hidden, "weight_rows": 2048, **_TWO_TILES}, (16, 33, 65), (1, 16)),
+            _long({"hidden": TINY.hidden, "weight_rows": TINY.padded_vocab(), **_TINY_VOCABULARY}),
         ),
-        "primary": (
-            OperatorShape("m4", LOGPROB_4, {"hidden": QWEN3_8B.hidden, **_VOCABULARY, "weight_rows": 256}, (27,), (3,)),
-        ),
+        "primary": (OperatorShape("m4", LOGPROB_4, {"hidden": QWEN3_8B.hidden, "weight_rows": 256, **_VOCABULARY}, (27,), (3,)),),
     },
     "pack": {
-        "short": (_short(width=TINY.hidden),),
-        "primary": (_m59(width=QWEN3_8B.hidden), _long(width=QWEN3_8B.hidden)),
+        "short": (_short({"width": TINY.hidden}),),
+        "primary": (_m59({"width": QWEN3_8B.hidden}), _long({"width": QWEN3_8B.hidden})),
     },
-}  # fmt: skip
+}
 
 
 def shape(name: str, tier: Tier, shape_name: str) -> OperatorShape:

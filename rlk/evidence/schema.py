@@ -12,6 +12,7 @@ SCHEMA_VERSION: Literal[1] = 1
 
 Count = Annotated[int, Field(ge=0)]
 PlatformName = Literal["cpu", "cuda", "rocm"]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -72,6 +73,41 @@ class Comparison(Record):
         return self.elements > 0 and not self.mismatched_bytes and not self.mismatched_elements and not self.problem
 
 
+class Accuracy(Record):
+    """How far one output or gradient of an operator lies from the fp32 reference, and how far it may.
+
+    name: what was measured, beginning with ``subject.``; subject, value: operator and its output or gradient. max_abs, max_rel: largest
+    error, absolute and relative to a nonzero reference. worst_excess: largest of error − (atol + rtol·|reference|); positive fails.
+    reference_bf16_error: error that rounding the reference to bf16 makes by itself. problem: what made the measurement void.
+    """
+
+    name: str
+    subject: str
+    value: str
+    dtype: str
+    shape: tuple[int, ...]
+    atol: Finite
+    rtol: Finite
+    elements: Count = 0
+    max_abs: Finite = 0.0
+    max_rel: Finite = 0.0
+    worst_excess: Finite = 0.0
+    reference_bf16_error: Finite = 0.0
+    problem: str = ""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Accuracy:
+        measured = math.prod(self.shape)
+        if not self.problem and (not measured or self.elements != measured):
+            raise ValueError(f"{self.name}: {self.elements} of {measured} elements measured and no problem named")
+        return self
+
+    @property
+    def passed(self) -> bool:
+        """True only if something was measured, no element lies outside the tolerance and nothing was wrong with the inputs."""
+        return self.elements > 0 and self.worst_excess <= 0 and not self.problem
+
+
 class KernelUse(Record):
     """What a worker says it ran: side ("train", "rollout", …), operator, backend, kernel id with its source hash, number of calls."""
 
@@ -97,6 +133,7 @@ class CellRecord(Record):
     status: Status
     reasons: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
+    accuracies: tuple[Accuracy, ...] = ()
     kernels: tuple[KernelUse, ...] = ()
     controls: tuple[Control, ...] = ()
     facts: dict[str, JsonValue] = Field(default_factory=dict)
@@ -107,7 +144,7 @@ class CellRecord(Record):
         if self.status is Status.PASS:
             if self.reasons:
                 raise ValueError(f"{self.cell_id}: PASS with reasons {self.reasons}")
-            if not self.comparisons and not self.controls:
+            if not (self.comparisons or self.accuracies or self.controls):
                 raise ValueError(f"{self.cell_id}: PASS without evidence")
         else:
             if not self.reasons:
@@ -146,32 +183,40 @@ class MatrixRow(Record):
     subject: str
     workload: str
     judgment: str
-    expect: Literal["equal", "different", "caught"]
+    expect: Literal["equal", "different", "caught", "close"]
     strict: tuple[tuple[str, str], ...] = ()
     native: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    backend: str = ""
     unsupported: str = ""
 
 
 class SessionFacts(Record):
     """What the verdict must know of the session besides the records.
 
-    selected: ids that were to run, None for all (``--cell`` and ``--shard`` narrow it, and no narrowed session can PASS).
+    selected: ids that were to run, None for all (``--cell``, ``--shard`` and ``--scope`` narrow it, and no narrowed session can PASS).
+    scopes: the scopes that ``--scope`` narrowed the session to.
     trouble: session-level faults (dirty tree, unknown commit, collection error, crash); any of them fails the session.
     development: a dirty tree was let in on request; such a session cannot PASS either.
     """
 
     platform: PlatformName
     selected: tuple[str, ...] | None = None
+    scopes: tuple[str, ...] = ()
     trouble: tuple[str, ...] = ()
     development: bool = False
 
 
 class Verdict(Record):
-    """Outcome of a session. Counts add up: required = passed + failed + missing + not_selected."""
+    """Outcome of a session. Counts add up: required = passed + failed + missing + not_selected.
+
+    green_scopes: for a session narrowed by ``--scope``, those scopes if all of their required cells passed; it is PARTIAL all the same.
+    """
 
     status: Status
     platform: str
+    green_scopes: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     required: Count
     passed: Count
