@@ -45,7 +45,7 @@ class Remote:
     def __init__(self, **arguments: Any) -> None:
         self._connection, far = Pipe()
         command = [sys.executable, __file__, str(far.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[far.fileno()], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.process = subprocess.Popen(command, pass_fds=[far.fileno()], env={**os.environ, "OMP_NUM_THREADS": "1"})
         far.close()
         self._connection.send(("start", (), arguments))
         self._answers = 1
@@ -61,9 +61,8 @@ class Remote:
                 raise RuntimeError(error)
         return value
 
-    def stop(self) -> None:
+    def hang_up(self) -> None:
         self._connection.close()
-        self._process.wait(60)
 
 
 def serve(connection: Connection) -> None:
@@ -93,11 +92,14 @@ def serve(connection: Connection) -> None:
 
 @dataclass
 class Setup:
-    """strict steps through 64 tokens; whole takes any prompt at once, has few pages and lives in vLLM's own separate process."""
+    """strict steps through 64 tokens; whole takes any prompt at once, has few pages and lives in vLLM's own separate process.
+
+    spare serves what its user starts in it.
+    """
 
     strict: Remote
     whole: Remote
-    native: Remote
+    spare: Remote
     first: Path
     second: Path
     hashes: tuple[str, str]
@@ -115,7 +117,9 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     )
     yield Setup(*engines, first, root / "second", hashes)
     for engine in engines:
-        engine.stop()
+        engine.hang_up()
+    for engine in engines:
+        engine.process.wait(60)
 
 
 def random_weights(seed: int) -> dict[str, torch.Tensor]:
@@ -300,6 +304,8 @@ def test_weight_update(setup: Setup, tmp_path: Path) -> None:
     assert setup.strict("generate", asked)[0].cached_tokens == 32
     with pytest.raises(RuntimeError, match=r"EngineRefusal: .* hash to .*, announced was " + setup.hashes[0]):
         setup.strict("load_weights", setup.second, 1, announced=setup.hashes[0])
+    with pytest.raises(RuntimeError, match=r"EngineRefusal: .* announced was " + setup.hashes[0]):
+        setup.whole("load_weights", setup.second, 1, announced=setup.hashes[0])
     torn = tmp_path / "torn"
     save_checkpoint(torn, CONFIG, random_weights(1))
     (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:-64])
@@ -317,42 +323,62 @@ def test_weight_update(setup: Setup, tmp_path: Path) -> None:
     assert tokens_and_bytes(after)[1] != tokens_and_bytes(before)[1]
     with pytest.raises(RuntimeError, match="weight version 1 is not newer than 1"):
         setup.strict("load_weights", setup.first, 1)
+    setup.strict("_rpc", "rlk_load_weights", str(setup.first), None)  # an update that stopped half-way
+    with pytest.raises(RuntimeError, match="EngineRefusal: the weight version is unknown"):
+        setup.strict("generate", asked)
     setup.strict("load_weights", setup.first, 2)
     assert tokens_and_bytes(setup.strict("generate", asked)[0]) == tokens_and_bytes(before)
 
 
 def test_native_engine_is_untouched_and_differs(setup: Setup) -> None:
+    setup.spare("start", checkpoint=setup.first, mode="native")
     requests = [request(0, 100, temperature=0.0, max_tokens=64), request(1, 33, seed=5, **NUCLEUS)]
-    responses = setup.native("generate", requests)
-    found = setup.native("readback")
+    responses = setup.spare("generate", requests)
+    found = setup.spare("readback")
     assert (found["kernels"], found["numerics"]) == ([], None)
     assert all(module.startswith(("vllm.", "torch.")) for module in found["modules"])
     assert found["sampler"] == "vllm.v1.sample.sampler.Sampler"
     assert responses[1].support is None
     greedy = responses[:1]
     assert mismatches([tokens_and_bytes(greedy[0])[1]], rescored(setup.first, requests[:1], greedy)) > 0
-    assert setup.native("load_weights", setup.second, 1) == setup.hashes[1]
-    updated = setup.native("generate", requests[:1])[0]
+    assert setup.spare("load_weights", setup.second, 1) == setup.hashes[1]
+    updated = setup.spare("generate", requests[:1])[0]
     assert updated.weight_version == 1
     assert updated.logprobs[0] != responses[0].logprobs[0]
     torch.testing.assert_close(torch.tensor(updated.logprobs[0]), torch.tensor(first_logprob(setup.second, updated)), atol=6e-2, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}, "speculative decoding"),
-        ({"enable_lora": True}, "LoRA"),
-        ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
-        ({"block_size": 32}, "engine_options may not set block_size"),
-    ],
-)
-def test_unsupported_features_stop_a_strict_start(setup: Setup, options: dict[str, Any], named: str) -> None:
-    try:
-        with pytest.raises(RuntimeError, match=rf"EngineRefusal: .*{named}"):
-            setup.native("start", checkpoint=setup.first, mode="strict", engine_options=options)
-    finally:
-        setup.native("start", checkpoint=setup.first, mode="native")
+def test_unsupported_features_stop_a_strict_start(setup: Setup) -> None:
+    refused = {
+        "speculative decoding": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+        "LoRA": {"enable_lora": True},
+        "KV cache dtype fp8": {"kv_cache_dtype": "fp8"},
+        "engine_options may not set block_size": {"block_size": 32},
+    }
+    for named, options in refused.items():
+        with pytest.raises(RuntimeError, match=f"EngineRefusal: .*{named}"):
+            setup.spare("start", checkpoint=setup.first, mode="strict", engine_options=options)
+
+
+def test_a_stop_id_ends_a_response_and_belongs_to_it(setup: Setup) -> None:
+    asked = [request(0, 9, temperature=0.0)]
+    whole = setup.strict("generate", asked)[0]
+    stop = whole.token_ids[5]
+    setup.spare("start", checkpoint=setup.first, mode="strict", stop_token_ids=[stop])
+    stopped = setup.spare("generate", asked)[0]
+    assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_an_engine_that_failed_underway_serves_nothing_more(setup: Setup, tmp_path: Path) -> None:
+    weights = random_weights(0)
+    weights["model.norm.weight"][3] = float("nan")
+    save_checkpoint(tmp_path / "nan", CONFIG, weights)
+    setup.spare("start", checkpoint=tmp_path / "nan", mode="strict")
+    with pytest.raises(RuntimeError, match="FloatingPointError"):
+        setup.spare("generate", [request(0, 5)])
+    with pytest.raises(RuntimeError, match="EngineRefusal: an earlier call left requests inside vLLM"):
+        setup.spare("generate", [request(1, 5)])
 
 
 def first_logprob(checkpoint: Path, response: Response) -> float:

@@ -201,12 +201,9 @@ class VllmEngine:
         return {"mode": self.mode, **found, "counters": self._counters()}
 
     def close(self) -> None:
-        """Stop the engine and release its process group; the object is unusable afterwards."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
+        """Stop the engine and release its process group; the object is unusable afterwards, the process may start another engine."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-        cleanup_dist_env_and_memory()
 
     def _run(self, requests: Sequence[Request]) -> list[Any]:
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
@@ -223,7 +220,12 @@ class VllmEngine:
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
         # A worker that dies on the answer would leave the caller waiting for ever, hence always a timeout.
-        return self._llm.collective_rpc(method, timeout=self._rpc_timeout, args=arguments)[0]
+        try:
+            return self._llm.collective_rpc(method, timeout=self._rpc_timeout, args=arguments)[0]
+        except Exception as error:
+            if type(error) is Exception:  # all that vLLM lets through of an error in another process
+                raise EngineRefusal(str(error)) from error
+            raise
 
     def _require_asked(self, found: Mapping[str, Any]) -> None:
         for name, asked in self._asked.items():

@@ -71,7 +71,7 @@ class StrictSampler(nn.Module):
         self.recorder.put_last_rows("logp", drawn.logprobs, rows)
         for extra, position, kept in zip(extras, positions, drawn.supports):
             if kept is not None:
-                self.supports.setdefault(int(extra["sample_id"]), {})[position] = [int(token) for token in kept]
+                self.supports.setdefault(int(extra["sample_id"]), {})[position] = list(kept)
 
     def _extra(self, request: str) -> dict[str, Any]:
         extra = self._runner.requests[request].sampling_params.extra_args or {}
