@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from rlk.contract.numerics import DEFAULT, Numerics
 from rlk.contract.records import Request
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.topology import Topology
@@ -132,7 +133,8 @@ def make_plan(profile: Profile) -> RunPlan:
     _require_port(profile.port)
     if profile.ray_address:
         _require_answer(profile.ray_address)
-    checkpoint, tokenizer = _checkpoint(profile.model, topology)
+    checkpoint = resolve_checkpoint(profile.model, topology.numerics)
+    tokenizer = TextTokenizer.load(checkpoint.path)
     lr = profile.lr if profile.lr is not None else TINY_LR if checkpoint.kind.startswith("tiny") else AdamParams.lr
     lengths = [len(tokenizer.encode(task.prompt)) for task in problems(profile.steps * profile.prompts, profile.seed)]
     return RunPlan(
@@ -196,23 +198,24 @@ def _topology(profile: Profile) -> Topology:
     return topology
 
 
-def _checkpoint(model: Path | None, topology: Topology) -> tuple[CheckpointFacts, TextTokenizer]:
+def resolve_checkpoint(model: Path | None, numerics: Numerics = DEFAULT) -> CheckpointFacts:
+    """Load and check the checkpoint that a run would start from; ``None`` is the one that `rlk prepare --tiny` writes.
+
+    Raises PlanError if there is none, CheckpointError, PrepareError or ContractError for one that cannot be used.
+    """
     path = (model or DEFAULT_MODEL).absolute()
     if not path.is_dir():
-        remedy = (
-            "give --model DIR, or make one with `rlk prepare --tiny`" if model is None else "check --model, or run `rlk prepare --tiny`"
-        )
+        remedy = "run `rlk prepare --tiny`, or give --model DIR" if model is None else "check --model, or run `rlk prepare --tiny`"
         raise PlanError(f"no checkpoint in {path}: {remedy}")
     label = verify_checkpoint(path) if (path / LABEL_FILE).exists() else None
     config = Qwen3Config.from_json(path)
-    config.require(topology.numerics)
-    facts = CheckpointFacts(
+    config.require(numerics)
+    return CheckpointFacts(
         path=path,
         kind=label.kind if label else "unlabelled",
         model_hash=label.model_hash if label else load_checkpoint(path).model_hash,
         context=config.max_position_embeddings,
     )
-    return facts, TextTokenizer.load(path)
 
 
 def _unusable(lengths: Sequence[int], response: int, context: int) -> tuple[int, ...]:
