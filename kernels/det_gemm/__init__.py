@@ -9,6 +9,7 @@ from rlk.kernels.det_gemm import cpu
 from rlk.kernels.dispatch import select
 
 _FORWARD = {"cpu": cpu.det_gemm}
+_INPUT_PART = {"cpu": cpu.det_gemm_input_part}
 _WEIGHT_GRAD = {"cpu": cpu.det_gemm_weight_grad}
 
 
@@ -21,6 +22,14 @@ def check_product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, grad_s
     for name, count, size in (("splits", splits, w.shape[1]), ("grad_splits", grad_splits, w.shape[0])):
         if not is_power_of_two(count) or size % count:
             raise ValueError(f"{op}: {name}={count} must be a power of two that divides {size}")
+
+
+def check_input_part(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int) -> None:
+    """Raise ValueError unless dy [T, N] is floating point, w [N, K] bf16 and splits a power of two that divides N."""
+    if not dy.is_floating_point() or w.dtype != torch.bfloat16 or dy.dim() != 2 or w.dim() != 2 or dy.shape[1] != w.shape[0]:
+        raise ValueError(f"{op}: dy {tuple(dy.shape)} {dy.dtype} and w {tuple(w.shape)} {w.dtype} must be [T, N] and bf16 [N, K]")
+    if not is_power_of_two(splits) or w.shape[0] % splits:
+        raise ValueError(f"{op}: splits={splits} must be a power of two that divides {w.shape[0]}")
 
 
 def check_weight_grad(op: str, x: torch.Tensor, dy: torch.Tensor, leaf_index: torch.Tensor, leaf_offsets: torch.Tensor) -> None:
@@ -63,6 +72,17 @@ def det_gemm(
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"det_gemm: out_dtype {out_dtype} must be torch.bfloat16 or torch.float32")
     result: torch.Tensor = select("det_gemm", _FORWARD, backend, x.device)(x, w, splits, grad_splits, out_dtype)
+    return result
+
+
+def det_gemm_input_part(dy: torch.Tensor, w: torch.Tensor, *, splits: int, backend: str | None = None) -> torch.Tensor:
+    """dy·w unrounded, [T, K] fp32: what a rank that holds ``splits`` adjacent shards of N adds to the gradient of the input.
+
+    dy: [T, N], taken as bf16; w: [N, K] bf16. Reduction order: that of the input gradient in :func:`det_gemm`, which is the bf16 of this
+    for a rank that holds all shards. Raises ValueError on a wrong shape or dtype or a leaf count that does not divide.
+    """
+    check_input_part("det_gemm", dy, w, splits)
+    result: torch.Tensor = select("det_gemm.input_grad", _INPUT_PART, backend, dy.device)(dy, w, splits)
     return result
 
 

@@ -77,5 +77,9 @@ def _backward(ctx, dy):  # type: ignore[no-untyped-def]
 det_gemm.register_autograd(_backward, setup_context=_setup)
 
 
+def det_gemm_input_part(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
+    return input_grad("det_gemm.input_grad", dy, w, splits, torch.float32)
+
+
 def det_gemm_weight_grad(x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return weight_grad("det_gemm.weight_grad", x, dy, index, offsets)

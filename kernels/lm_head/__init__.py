@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from rlk.kernels.det_gemm import check_product, check_weight_grad
+from rlk.kernels.det_gemm import check_input_part, check_product, check_weight_grad
 from rlk.kernels.dispatch import select
 from rlk.kernels.lm_head import cpu
 
 _FORWARD = {"cpu": cpu.lm_head}
+_INPUT_PART = {"cpu": cpu.lm_head_input_part}
 _WEIGHT_GRAD = {"cpu": cpu.lm_head_weight_grad}
 
 
@@ -22,6 +23,16 @@ def lm_head(h: torch.Tensor, w: torch.Tensor, *, grad_splits: int = 8, backend: 
     """
     check_product("lm_head", h, w, 1, grad_splits)
     result: torch.Tensor = select("lm_head", _FORWARD, backend, h.device)(h, w, grad_splits)
+    return result
+
+
+def lm_head_input_part(dlogits: torch.Tensor, w: torch.Tensor, *, splits: int, backend: str | None = None) -> torch.Tensor:
+    """dlogits·w unrounded, [T, H] fp32: what a rank that holds ``splits`` adjacent vocabulary shards adds to the gradient of h.
+
+    dlogits: [T, V], taken as bf16; w: [V, H] bf16. Order and errors as in :func:`rlk.kernels.det_gemm.det_gemm_input_part`.
+    """
+    check_input_part("lm_head", dlogits, w, splits)
+    result: torch.Tensor = select("lm_head.input_grad", _INPUT_PART, backend, dlogits.device)(dlogits, w, splits)
     return result
 
 

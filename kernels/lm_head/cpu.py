@@ -40,5 +40,9 @@ def _backward(ctx, dy):  # type: ignore[no-untyped-def]
 lm_head.register_autograd(_backward, setup_context=_setup)
 
 
+def lm_head_input_part(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
+    return input_grad("lm_head.input_grad", dy, w, splits, torch.float32)
+
+
 def lm_head_weight_grad(h: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return weight_grad("lm_head.weight_grad", h, dy, index, offsets)

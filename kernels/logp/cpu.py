@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlk.kernels._native import NativeLibrary
+
+if TYPE_CHECKING:
+    from rlk.kernels.logp.shards import Columns
 
 LIBRARY = NativeLibrary("logp", Path(__file__).with_name("logp.cpp"))
 
@@ -79,3 +83,30 @@ def _backward(ctx, seed, _lse_grad):  # type: ignore[no-untyped-def]
 
 
 logp.register_autograd(_backward, setup_context=_setup)
+
+
+def part(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None, active: torch.Tensor | None,
+    columns: Columns, vocab_tile: int,
+) -> torch.Tensor:  # fmt: skip
+    state = logits.new_empty(len(logits), 3)
+    LIBRARY.call(
+        "logp_part", logits.contiguous(), ids - columns.first, temperature.contiguous(), _contiguous(support), _contiguous(active),
+        state, len(logits), columns.real, columns.shard_width, columns.shards, vocab_tile,
+    )  # fmt: skip
+    return state
+
+
+def join(parts: torch.Tensor, ids: torch.Tensor, active: torch.Tensor | None, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks, rows, _ = parts.shape
+    out, lse = parts.new_empty(rows), parts.new_empty(rows)
+    LIBRARY.call("logp_join", parts.contiguous(), ids.contiguous(), _contiguous(active), out, lse, ranks, rows, width)
+    return out, lse
+
+
+def part_gradient(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None, active: torch.Tensor | None,
+    lse: torch.Tensor, seed: torch.Tensor, columns: Columns,
+) -> torch.Tensor:  # fmt: skip
+    result: torch.Tensor = logp_backward(logits, ids - columns.first, temperature, support, active, lse, seed, columns.real)
+    return result
