@@ -1,0 +1,134 @@
+"""Canonical collectives over one group of ranks: the transport gathers or exchanges bytes, the pair tree adds them in fp32.
+
+A rank's part of a sum is the root of a whole subtree (``rlk.contract.topology.owned``), so adding the ranks' parts by the tree of adjacent
+pairs is the same arithmetic as adding all shards or leaves on one rank. Neither the transport nor the size or number of its messages can
+change a byte, because neither adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from rlk.contract.orders import fold_pairs
+from rlk.parallel.link import Link
+
+_ALIGN = 16
+BUCKET_ELEMENTS = 1 << 26
+"""fp32 elements of the largest joint buffer of :meth:`Group.tree_all_reduce_many`; any number gives the same bytes."""
+
+
+class Group:
+    """Ranks along one axis of the topology, in the order of their shards or leaves. In a group of one nothing is sent.
+
+    name: "tp", "cp" or "world". handle: the process group whose ranks are in that order. Every method is called by all ranks of the group
+    in the same order; it raises PeerLostError if one of them is lost, MismatchError if they differ in shapes or dtypes.
+    """
+
+    def __init__(self, name: str, link: Link, handle: dist.ProcessGroup) -> None:
+        self.name, self.link = name, link
+        self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
+        self.members = tuple(dist.get_process_group_ranks(handle))
+        self._handle = handle
+
+    def all_gather_many(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Every rank's tensors, [ranks, *shape] each, in one call. Shapes and dtypes are those of all ranks."""
+        if self.size == 1:
+            return [tensor.unsqueeze(0) for tensor in tensors]
+        self._check("all_gather_many", tensors)
+        packed = _pack(tensors)
+        joined = packed.new_empty(self.size, packed.numel())
+        for columns in self._messages(packed.numel()):
+            piece = packed[columns]
+            part = piece.new_empty(self.size, piece.numel())
+            self._send(dist.all_gather, "all_gather", list(part), piece, (self.size - 1) * piece.numel())
+            joined[:, columns] = part
+        return _unpack(joined, tensors)
+
+    def tree_reduce_scatter(self, part: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of the sum over ranks, fp32: piece r of the flattened sum, filled with +0 to a multiple of the group's size.
+
+        part: fp32, the same shape on every rank. Order: tree of adjacent pairs over ranks, in fp32.
+        """
+        if part.dtype != torch.float32:
+            raise ValueError(f"{self.name}: tree sums are fp32, got {part.dtype}: hand over the unrounded part")
+        if self.size == 1:
+            return part.reshape(-1)
+        self._check("tree_reduce_scatter", [part])
+        width = -(-part.numel() // self.size)
+        filled = part.new_zeros(self.size, width)
+        filled.view(-1)[: part.numel()] = part.reshape(-1)
+        total = part.new_empty(width)
+        for columns in self._messages(width, part.element_size()):
+            sent = filled[:, columns].contiguous()
+            received = torch.empty_like(sent)
+            self._send(dist.all_to_all_single, "all_to_all", received, sent, (self.size - 1) * sent[0].nbytes)
+            total[columns] = fold_pairs(list(received), torch.add)
+        return total
+
+    def tree_all_reduce(self, part: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The sum over ranks on every rank, in the shape of ``part`` (fp32), rounded once to ``dtype`` at the root of the tree.
+
+        Each piece is added and rounded by one rank (:meth:`tree_reduce_scatter`), then gathered as it is.
+        """
+        root = self.tree_reduce_scatter(part).to(dtype)
+        if self.size == 1:
+            return root.reshape(part.shape)
+        (pieces,) = self.all_gather_many([root])
+        return pieces.view(-1)[: part.numel()].reshape(part.shape)
+
+    def tree_all_reduce_many(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """:meth:`tree_all_reduce` of several fp32 tensors in few calls."""
+        if self.size == 1:
+            return list(parts)
+        sums: list[torch.Tensor] = []
+        for bucket in _buckets(parts):
+            joined = self.tree_all_reduce(torch.cat([part.reshape(-1) for part in bucket]))
+            pieces = joined.split([part.numel() for part in bucket])
+            sums += [piece.reshape(part.shape) for piece, part in zip(pieces, bucket)]
+        return sums
+
+    def _check(self, op: str, tensors: Sequence[torch.Tensor]) -> None:
+        if self.link.checking:
+            shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+            self.link.agree(f"{op} on {self.name}", f"{op} of {shapes}", self._handle)
+
+    def _messages(self, count: int, item: int = 1) -> Iterator[slice]:
+        each = max(1, self.link.message_bytes // (item * self.size))
+        return (slice(at, min(at + each, count)) for at in range(0, count, each))
+
+    def _send(self, call: Callable[..., object], op: str, received: object, sent: torch.Tensor, others: int) -> None:
+        self.link.run(lambda: call(received, sent, group=self._handle), self.name, op, others)
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All bytes in one vector, each tensor at a multiple of 16."""
+    pieces = []
+    for tensor in tensors:
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        pieces += [raw, raw.new_zeros(-raw.numel() % _ALIGN)]
+    return torch.cat(pieces)
+
+
+def _unpack(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inverse of :func:`_pack` for the rows of every rank, [ranks, bytes]."""
+    result, at = [], 0
+    for tensor in like:
+        size = tensor.numel() * tensor.element_size()
+        result.append(joined[:, at : at + size].contiguous().view(tensor.dtype).reshape(joined.shape[0], *tensor.shape))
+        at += size + -size % _ALIGN
+    return result
+
+
+def _buckets(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Consecutive tensors of at most BUCKET_ELEMENTS together, at least one."""
+    held: list[torch.Tensor] = []
+    for part in parts:
+        if held and sum(p.numel() for p in held) + part.numel() > BUCKET_ELEMENTS:
+            yield held
+            held = []
+        held.append(part)
+    if held:
+        yield held
