@@ -46,6 +46,8 @@ def _plain_errors(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
     def wrapped(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(self, *args, **kwargs)
+        except EngineFault:
+            raise
         except Exception as error:
             text = " ".join(str(error).split())
             raise EngineFault(f"{type(error).__name__}: {text}", traceback.format_exc()) from None
@@ -78,6 +80,11 @@ class RolloutActor:
     def generate(self, requests: Sequence[Request]) -> list[Response]:
         """Responses in the order of ``requests``."""
         return self._running.generate(requests)
+
+    @_plain_errors
+    def trace(self, requests: Sequence[Request], path: Path) -> list[Response]:
+        """Like :meth:`generate` from a cold prefix cache; the intermediates of every computed position go to ``path`` (safetensors)."""
+        return self._running.trace(requests, path)
 
     @_plain_errors
     def load(self, path: Path, version: int, announced: str) -> Identity:
@@ -143,6 +150,16 @@ class TrainActor:
         self._samples = pair(requests, responses)
         self._scores, self._reference = self._running.score(self._samples), []
         return {sample.sample_id: scores for sample, scores in zip(self._samples, self._scores, strict=True)}
+
+    @_plain_errors
+    def trace(self, requests: Sequence[Request], responses: Sequence[Response], path: Path) -> None:
+        """Intermediates of scoring as "{sample}/{name}" in ``path`` (safetensors); rows are the tokens of the sample, prompt first."""
+        from safetensors.torch import save_file
+
+        from rlk.train.batch import pair
+
+        traced = self._running.trace(pair(requests, responses))
+        save_file({f"{sample}/{name}": rows.contiguous() for sample, found in traced.items() for name, rows in found.items()}, path)
 
     @_plain_errors
     def reference(self) -> None:

@@ -1,0 +1,133 @@
+"""Negative controls: faults planted into this very session's evidence and engines, which the judge or the loop must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from acceptance.engines import Runs
+from rlk.acceptance.cell import Cell
+from rlk.acceptance.collector import Evidence
+from rlk.acceptance.judge import Findings, judge_cell
+from rlk.acceptance.matrix import enumerate_cells
+from rlk.contract.sampling import SamplingParams
+from rlk.contract.workloads import SAMPLING_ROWS
+from rlk.evidence.bytes import compare
+from rlk.evidence.schema import KernelUse, Status
+from rlk.kernels.registry import declared_kernels
+from rlk.loop.cluster import Cluster, Remote
+from rlk.loop.controller import RunFailed, run_loop
+from rlk.loop.plan import EngineMode
+from rlk.loop.records import RunSummary, logprobs_file
+
+
+def _flip_lowest_bit(logprobs: torch.Tensor) -> None:
+    logprobs.view(torch.int32)[len(logprobs) // 2] ^= 1
+
+
+def _negate_zero(logprobs: torch.Tensor) -> None:
+    logprobs[0] = -0.0
+
+
+def _offset(logprobs: torch.Tensor) -> None:
+    logprobs += 1e-6
+
+
+PLANTED: dict[str, Callable[[torch.Tensor], None]] = {
+    "flipped_bit": _flip_lowest_bit,
+    "negative_zero": _negate_zero,
+    "offset_logprob": _offset,
+}
+
+
+def _judged(cell: Cell, summary: RunSummary, train: torch.Tensor, rollout: torch.Tensor) -> tuple[Status, str]:
+    """How the judge ends an integration cell that hands in these logprobs and everything else as the run left it."""
+    findings = Findings(
+        comparisons=[compare("logprob", train, rollout)],
+        kernels=[KernelUse(side=side, **ran) for side, found in summary.manifest.engines.items() for ran in found["kernels"]],  # type: ignore[arg-type, union-attr]
+        facts=dict.fromkeys(cell.facts, "present"),
+    )
+    record = judge_cell(cell, findings, [], declared_kernels())
+    return record.status, "; ".join(record.reasons) or "no reason"
+
+
+def _plant(cell: Cell, evidence: Evidence, runs: Runs) -> None:
+    summary = runs.sampling(SAMPLING_ROWS[0].name)
+    rows = load_file(summary.directory / logprobs_file(1))
+    judged = next(c for c in enumerate_cells(cell.platform) if c.scope == "integration" and c.judgment == "logprob")
+    # A zero on both sides, so that the one with the other sign is the only difference.
+    train, rollout = rows["train"].clone(), rows["rollout"].clone()
+    train[0] = rollout[0] = 0.0
+    status, why = _judged(judged, summary, train, rollout)
+    evidence.control("the same evidence without the fault passes", status is Status.PASS, why)
+    PLANTED[cell.subject](rollout)
+    status, why = _judged(judged, summary, train, rollout)
+    evidence.control(cell.subject, status is Status.FAIL, why)
+
+
+@pytest.mark.cells(scope="control", subject="flipped_bit")
+def test_flipped_bit(cell: Cell, evidence: Evidence, runs: Runs) -> None:
+    _plant(cell, evidence, runs)
+
+
+@pytest.mark.cells(scope="control", subject="negative_zero")
+def test_negative_zero(cell: Cell, evidence: Evidence, runs: Runs) -> None:
+    _plant(cell, evidence, runs)
+
+
+@pytest.mark.cells(scope="control", subject="offset_logprob")
+def test_offset_logprob(cell: Cell, evidence: Evidence, runs: Runs) -> None:
+    _plant(cell, evidence, runs)
+
+
+class _KeepsOldWeights(Remote):
+    """A rollout engine that serves its start weights whatever is published; with ``lies`` it claims otherwise and takes the version."""
+
+    lies = False
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        if method != "load":
+            return super().call(method, *arguments)
+        found = super().call("readback")
+        if not self.lies:
+            return found["weight_version"], found["model_hash"]
+        _, version, announced = arguments
+        super().call("load", self.start_weights, version, found["model_hash"])
+        return version, announced
+
+    start_weights: Path
+
+
+class _StaleCluster(Cluster):
+    """The session's cluster, with a rollout engine that keeps old weights."""
+
+    def __init__(self, cluster: Cluster, checkpoint: Path, *, lies: bool) -> None:
+        self._cluster, self._checkpoint, self._lies = cluster, checkpoint, lies
+
+    def rollout(self, mode: EngineMode) -> Remote:
+        remote = self._cluster.rollout(mode)
+        kept = _KeepsOldWeights(remote.side, remote.mode, remote.actor, remote.timeout_s, remote.logs)
+        object.__setattr__(kept, "lies", self._lies)
+        object.__setattr__(kept, "start_weights", self._checkpoint)
+        return kept
+
+    def train(self, mode: EngineMode) -> Remote:
+        return self._cluster.train(mode)
+
+
+@pytest.mark.cells(scope="control", subject="stale_weight_version")
+def test_stale_weight_version(cell: Cell, evidence: Evidence, runs: Runs) -> None:
+    for lies, name in ((False, "old weights, said openly"), (True, "old weights under the new version and hash")):
+        plan = runs.plan(f"stale-{'hidden' if lies else 'open'}", SamplingParams(), steps=2, prompts=2, group_size=4)
+        try:
+            run_loop(plan, _StaleCluster(runs.cluster, runs.checkpoint, lies=lies), command="acceptance")
+        except RunFailed as failure:
+            seen = "differ" if lies else "rollout serves"
+            evidence.control(name, seen in failure.reason, failure.reason)
+        else:
+            evidence.control(name, False, "the run finished")
