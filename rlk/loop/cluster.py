@@ -85,10 +85,9 @@ class Cluster:
         self._actors: dict[tuple[Side, Mode], Remote] = {}
 
     def __enter__(self) -> Cluster:
-        # Read when ray is imported: makes loopback the address of a local node, and so of everything that listens.
-        if self.ray_address is None:
-            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        if self.ray_address is None:
+            _prefer_loopback()
         import ray
 
         if ray.is_initialized():
@@ -133,6 +132,17 @@ class Cluster:
         return self._actors[side, mode]
 
 
+def _prefer_loopback() -> None:
+    """Make loopback the address of a local Ray node, as it is on desktop systems, so that everything listens there and nowhere else.
+
+    Ray takes the variable when it is imported; a process that has imported it already needs the constant. The result is read back.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
 Listener = tuple[str, int, str]
 """Address, port and process name of a TCP socket that accepts connections."""
 
@@ -152,7 +162,9 @@ def require_loopback(ignore: Collection[Listener] = ()) -> None:
     """Raise ClusterError if this process or a descendant listens where other hosts could reach it."""
     for address, port, name in listeners(psutil.Process()):
         if address.removeprefix("::ffff:") not in ("127.0.0.1", "::1") and (address, port, name) not in ignore:
-            raise ClusterError(f"{name} listens on {address}:{port}, not on loopback: start rlk before anything imports ray")
+            raise ClusterError(
+                f"{name} listens on {address}:{port}, not on loopback: use --ray-address for a cluster that others may reach"
+            )
 
 
 def _log_directory() -> Path:

@@ -23,7 +23,7 @@ from rlk.model.config import CheckpointError
 
 GIB = 1 << 30
 MEMORY_GIB = 4
-"""Two engines with the tiny model, Ray and the controller took 3 GiB."""
+"""Two engines with the tiny model, Ray and the controller take 2.5 GiB."""
 SHARED_MEMORY_GIB = 0.25
 """Twice Ray's object store."""
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")

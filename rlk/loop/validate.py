@@ -191,6 +191,8 @@ def _lines(path: Path, kind: type[T]) -> tuple[list[T], list[str]]:
     """Records of a file of JSON lines; a cut last line and a line of another kind are problems."""
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return [], []  # a run that ended before its first line; the ending says so
     except (OSError, UnicodeDecodeError) as error:
         return [], [f"{path.name} cannot be read: {_short(error)}"]
     records, problems = [], []
