@@ -13,6 +13,7 @@ import torch
 from rlk.contract.numerics import DEFAULT, ContractError
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
+from rlk.contract.topology import Topology
 from rlk.kernels import dispatch
 from rlk.kernels.attention import attention
 from rlk.kernels.logp import logp, support_mask
@@ -23,7 +24,7 @@ from rlk.model.trace import Trace
 from rlk.model.weights import load_checkpoint, save_checkpoint
 from rlk.train import process
 from rlk.train.batch import Sample, micro_batch, micro_batches, pair
-from rlk.train.strict import NonFiniteError
+from rlk.train.scoring import NonFiniteError
 from rlk.train.tokens import LayoutError
 from rlk.train.trainer import MegatronTrainer
 
@@ -256,7 +257,7 @@ def test_layout_can_be_neither_missing_nor_stale(trainer: MegatronTrainer) -> No
     with model.tokens.use(other), pytest.raises(LayoutError, match="14 rows under a layout of 65 tokens"):
         model._logp(batch)
     with model.tokens.use(batch):
-        scores = model._logp(batch)
+        scores, _ = model._logp(batch)
         with pytest.raises(LayoutError, match="already in flight"), model.tokens.use(other):
             pass
     with pytest.raises(LayoutError, match="backward ran after"):
@@ -300,7 +301,7 @@ def test_a_busy_port_is_one_line() -> None:
 
 def test_another_topology_in_one_process_is_refused(trainer: MegatronTrainer) -> None:
     with pytest.raises(process.ProcessGroupError, match="start another process"):
-        process.start(rank=0, world_size=2, port=1)
+        process.start(topology=Topology(tp=2), port=1)
 
 
 def test_a_process_that_vllm_has_patched_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

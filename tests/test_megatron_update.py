@@ -270,7 +270,7 @@ def test_a_gradient_through_autograd_is_named(checkpoint: Path) -> None:
 def test_a_second_backward_of_one_micro_batch_is_refused(checkpoint: Path) -> None:
     model, batch = build(checkpoint).model, micro_batch(random_samples()[:1], DEFAULT)
     with model.tokens.use(batch):
-        scores = model._logp(batch)
+        scores, _ = model._logp(batch)
         scores.backward(torch.ones_like(scores), retain_graph=True)
         with pytest.raises(GradientError, match="two gradients from one micro-batch"):
             scores.backward(torch.ones_like(scores))

@@ -11,8 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from rlk.kernels._triton import from_triton
 from rlk.kernels.attention import cpu, require_packed, require_tiles
 from rlk.kernels.dispatch import select
+
+_FORWARD = {"cpu": cpu.forward, "triton": from_triton("attention", "forward")}
+_DELTA = {"cpu": cpu.delta, "triton": from_triton("attention", "delta")}
+_QUERY_GRADIENT = {"cpu": cpu.query_gradient, "triton": from_triton("attention", "query_gradient")}
+_KEY_GRADIENT = {"cpu": cpu.key_gradient, "triton": from_triton("attention", "key_gradient")}
 
 
 class Segment(NamedTuple):
@@ -40,13 +46,13 @@ def attend(
     require_packed("attention", q, k, v)
     require_tiles("attention", kv_tile, kv_split)
     table = _table(segments, q.shape[0], k.shape[0])
-    out, lse2 = select("attention", {"cpu": cpu.forward}, backend, q.device)(q, k, v, table, scale, kv_tile, kv_split)
+    out, lse2 = select("attention", _FORWARD, backend, q.device)(q, k, v, table, scale, kv_tile, kv_split)
     return out, lse2
 
 
 def delta(out: torch.Tensor, d_out: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """Σ dO·O over D by row tree: [T, Hq] fp32 of out, d_out [T, Hq, D] bf16."""
-    result: torch.Tensor = select("attention.delta", {"cpu": cpu.delta}, backend, out.device)(out, d_out)
+    result: torch.Tensor = select("attention.delta", _DELTA, backend, out.device)(out, d_out)
     return result
 
 
@@ -57,7 +63,7 @@ def query_gradient(
     """dQ [T, Hq, D] bf16 of owned queries; d_out, lse2, delta: of the owned queries; k, v: gathered. segments: as in :func:`attend`."""
     require_packed("attention.backward", q, k, v)
     table = _table(segments, q.shape[0], k.shape[0])
-    run = select("attention.backward", {"cpu": cpu.query_gradient}, backend, q.device)
+    run = select("attention.backward", _QUERY_GRADIENT, backend, q.device)
     dq: torch.Tensor = run(q, k, v, d_out, lse2, delta, table, scale)
     return dq
 
@@ -69,7 +75,7 @@ def key_gradient(
     """dK, dV [rows, Hk, D] bf16 of owned keys k, v; q, d_out, lse2, delta: gathered. segments: every row of k, ascending."""
     require_packed("attention.backward", q, k, v)
     table = _table(segments, k.shape[0], q.shape[0])
-    dk, dv = select("attention.backward", {"cpu": cpu.key_gradient}, backend, q.device)(q, k, v, d_out, lse2, delta, table, scale)
+    dk, dv = select("attention.backward", _KEY_GRADIENT, backend, q.device)(q, k, v, d_out, lse2, delta, table, scale)
     return dk, dv
 
 
@@ -82,4 +88,4 @@ def _table(segments: Sequence[Segment], owned: int, gathered: int) -> torch.Tens
         row += s.rows
     if row != owned:
         raise ValueError(f"attention: segments cover {row} of {owned} owned rows")
-    return torch.tensor(segments, dtype=torch.int64).reshape(-1, 5)
+    return torch.tensor(segments, dtype=torch.int64).reshape(len(segments), 5)

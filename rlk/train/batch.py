@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
 from rlk.contract.numerics import ContractError, Numerics
 from rlk.contract.records import Request, Response
-from rlk.contract.topology import token_leaves
+from rlk.contract.topology import local_token_leaves, token_leaves, zigzag_positions
+from rlk.train.context import Context, context_of
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,17 @@ def pair(requests: Sequence[Request], responses: Sequence[Response]) -> list[Sam
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples packed one after another, in id order, as tensors.
+    """Samples packed one after another, in id order, as the tensors of one CP rank.
 
-    ids, positions: int64[T]; positions restart at every sample. cu_seqlens: int64[S+1]. leaf_index, leaf_offsets: token order of
-    weight gradients. rows: int64[A], the rows whose logits predict a response token (samples, then tokens, ascending); targets:
-    int64[A] those tokens; temperature: fp32[A]; supports: retained ids per target, None where every id is retained.
+    A rank of CP > 1 holds, per sample, its two zigzag chunks of the padded sequence (``rlk.contract.topology.zigzag_positions``); padding
+    rows have id and position 0 and carry neither loss nor gradient. CP = 1 holds every token and no padding.
+
+    samples: all of them, on every rank. ids, positions: int64[T]; positions restart at every sample. cu_seqlens: int64[S+1], the rank's
+    own rows. leaf_index, leaf_offsets: token order of weight gradients, the rank's leaves. context: how the rows stand in whole
+    sequences, None for CP = 1.
+    Of the A response tokens of all samples (samples, then tokens, ascending) the rank scores some: own: int64, which; rows: int64, the
+    rows whose logits predict them; targets: int64, those tokens; temperature: fp32; supports: their retained ids, None where every id is
+    retained. joined: int64[A], the row of every response token when the ranks' rows are joined in rank order.
     """
 
     samples: tuple[Sample, ...]
@@ -73,18 +80,21 @@ class MicroBatch:
     cu_seqlens: torch.Tensor
     leaf_index: torch.Tensor
     leaf_offsets: torch.Tensor
+    context: Context | None
+    own: torch.Tensor
     rows: torch.Tensor
     targets: torch.Tensor
     temperature: torch.Tensor
     supports: tuple[tuple[int, ...] | None, ...]
+    joined: torch.Tensor
 
     @property
     def tokens(self) -> int:
-        """Packed rows T."""
+        """Rows T of this rank, padding included."""
         return self.ids.numel()
 
     def per_sample(self, values: Sequence[float]) -> list[list[float]]:
-        """Cut one value per target (A of them) into one list per sample."""
+        """Cut one value per response token (A of them) into one list per sample."""
         result, at = [], 0
         for sample in self.samples:
             count = len(sample.response.token_ids)
@@ -93,36 +103,65 @@ class MicroBatch:
         return result
 
 
-def micro_batch(samples: Sequence[Sample], numerics: Numerics) -> MicroBatch:
-    """Pack samples (at least one, ids ascending)."""
+def micro_batch(samples: Sequence[Sample], numerics: Numerics, cp: int = 1, rank: int = 0) -> MicroBatch:
+    """Pack samples (at least one, ids ascending) for CP rank ``rank`` of ``cp``."""
+    lengths = [len(sample.ids) for sample in samples]
+    held = [held_positions(length, cp, numerics) for length in lengths]
+    mine = [positions[rank] for positions in held]
+    starts = [0, *accumulate(len(positions) for positions in mine)]
+    place = _places(held)
     ids: list[int] = []
     positions: list[int] = []
-    starts = [0]
-    rows: list[int] = []
-    targets: list[int] = []
-    temperature: list[float] = []
-    supports: list[tuple[int, ...] | None] = []
-    for sample in samples:
-        start, prompt, answer = starts[-1], sample.response.prompt_ids, sample.response.token_ids
-        ids += sample.ids
-        positions += range(len(sample.ids))
-        starts.append(len(ids))
-        rows += range(start + len(prompt) - 1, start + len(prompt) - 1 + len(answer))
-        targets += answer
-        temperature += [sample.request.sampling.scoring_temperature] * len(answer)
-        supports += sample.response.support or [None] * len(answer)
-    leaves = token_leaves([b - a for a, b in pairwise(starts)], numerics.canonical_cp, numerics.mma_k)
+    joined: list[int] = []
+    own: list[tuple[int, int, int, float, tuple[int, ...] | None]] = []
+    for at, (sample, rows) in enumerate(zip(samples, mine)):
+        tokens, answer = sample.ids, sample.response.token_ids
+        ids += [tokens[p] if p < len(tokens) else 0 for p in rows]
+        positions += [p if p < len(tokens) else 0 for p in rows]
+        supports = sample.response.support or (None,) * len(answer)
+        for i, (target, kept) in enumerate(zip(answer, supports)):
+            row = place[at, len(tokens) - len(answer) - 1 + i]
+            if row // starts[-1] == rank:
+                own.append((len(joined), row % starts[-1], target, sample.request.sampling.scoring_temperature, kept))
+            joined.append(row)
+    # CP = 1 holds no padding, and leaves that index its rows are those of the whole batch.
+    leaves = (
+        token_leaves(lengths, numerics.canonical_cp, numerics.mma_k)
+        if cp == 1
+        else local_token_leaves(lengths, cp, rank, numerics.canonical_cp, numerics.mma_k)
+    )
     integers = lambda values: torch.tensor(values, dtype=torch.int64)
+    which, rows_of, targets, temperature, kept_ids = zip(*own) if own else ((), (), (), (), ())
     return MicroBatch(
         tuple(samples), integers(ids), integers(positions), integers(starts), integers(leaves.index), integers(leaves.offsets),
-        integers(rows), integers(targets), torch.tensor(temperature, dtype=torch.float32), tuple(supports),
+        None if cp == 1 else context_of(lengths, mine, place, starts), integers(which), integers(rows_of), integers(targets),
+        torch.tensor(temperature, dtype=torch.float32), tuple(kept_ids), integers(joined),
     )  # fmt: skip
 
 
-def micro_batches(samples: Sequence[Sample], size: int, numerics: Numerics) -> Iterator[MicroBatch]:
-    """Micro-batches of ``size`` samples with contiguous ids, in order. Samples may come in any order; equal ids raise ContractError.
+def held_positions(length: int, cp: int, numerics: Numerics) -> list[tuple[int, ...]]:
+    """Positions of one sequence that each CP rank holds, in its local order."""
+    if cp == 1:
+        return [tuple(range(length))]
+    return [zigzag_positions(length, cp, rank, numerics.canonical_cp) for rank in range(cp)]
 
-    A sample without response tokens counts towards ``size`` but is left out: its rows would carry no loss and add only +0.
+
+def _places(held: Sequence[Sequence[Sequence[int]]]) -> dict[tuple[int, int], int]:
+    """Row of (sample, position) when the rows of all ranks are joined in rank order; held[sample][rank] lists positions."""
+    result: dict[tuple[int, int], int] = {}
+    row = 0
+    for rank in range(len(held[0])):
+        for sample, positions in enumerate(held):
+            for position in positions[rank]:
+                result[sample, position] = row
+                row += 1
+    return result
+
+
+def micro_batches(samples: Sequence[Sample], size: int, numerics: Numerics, cp: int = 1, rank: int = 0) -> Iterator[MicroBatch]:
+    """CP rank ``rank``'s part of micro-batches of ``size`` samples with contiguous ids, in order.
+
+    Samples may come in any order; equal ids raise ContractError. A sample without response tokens counts towards ``size`` but is left out: its rows would carry no loss and add only +0.
     """
     if size < 1:
         raise ContractError(f"micro_batch_size={size} holds no sample: use 1 or more")
@@ -132,4 +171,4 @@ def micro_batches(samples: Sequence[Sample], size: int, numerics: Numerics) -> I
     for first in range(0, len(ordered), size):
         held = [sample for sample in ordered[first : first + size] if sample.response.token_ids]
         if held:
-            yield micro_batch(held, numerics)
+            yield micro_batch(held, numerics, cp, rank)

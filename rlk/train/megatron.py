@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 
+from rlk.contract.topology import Topology
 from rlk.model.config import Qwen3Config
 
 Seeds = Callable[[list[float]], Sequence[float]]
 """From the scores of a micro-batch's targets to dL/dlogp of each."""
 
 
-def megatron_settings(config: Qwen3Config) -> dict[str, Any]:
+def megatron_settings(config: Qwen3Config, topology: Topology = Topology()) -> dict[str, Any]:  # noqa: B008 (frozen)
     """Keyword arguments for a TransformerConfig of a Qwen3 dense model on the CPU, bf16, without dropout or fusions.
 
     Weights are allocated and not initialised: they come from a checkpoint.
     """
     return {
+        "tensor_model_parallel_size": topology.tp,
+        "context_parallel_size": topology.cp,
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.intermediate_size,

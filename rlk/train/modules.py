@@ -19,24 +19,30 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from rlk.contract.numerics import Numerics
 from rlk.kernels.attention import attention
-from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad
-from rlk.kernels.embedding import embedding, embedding_weight_grad
-from rlk.kernels.lm_head import lm_head, lm_head_weight_grad
-from rlk.kernels.qk_norm import qk_norm, qk_norm_gamma_grad
+from rlk.kernels.det_gemm import det_gemm_weight_grad
+from rlk.kernels.embedding import embedding_weight_grad
+from rlk.kernels.lm_head import lm_head_weight_grad
+from rlk.kernels.qk_norm import qk_norm, qk_norm_shard_gamma_grads
 from rlk.kernels.rms_norm import rms_norm, rms_norm_gamma_grad
 from rlk.model.config import Qwen3Config
 from rlk.model.qwen3 import LayerOps, decoder_layer
+from rlk.parallel.state import Parallel
+from rlk.train.batch import MicroBatch
+from rlk.train.context import ContextAttention
+from rlk.train.linear import column, output, row, vocabulary_embedding
 from rlk.train.tokens import LayoutError, Tokens
 
 
 @dataclass
 class StrictConfig(TransformerConfig):
-    """Megatron's configuration and what the strict modules need beside it: architecture, numerics, rope table, tokens in flight."""
+    """Megatron's configuration and what the strict modules need beside it: architecture, numerics, rope table, tokens in flight,
+    this rank's place."""
 
     model: Qwen3Config = field(kw_only=True)
     numerics: Numerics = field(kw_only=True)
     table: torch.Tensor = field(kw_only=True)
     tokens: Tokens = field(kw_only=True)
+    parallel: Parallel = field(kw_only=True)
 
 
 class StrictNorm(torch.nn.RMSNorm):
@@ -62,34 +68,36 @@ class StrictHeadNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: StrictConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.tokens, self.epsilon, self.shards = config.tokens, eps, config.numerics.canonical_tp
+        self.tokens, self.epsilon, self.shards = config.tokens, eps, len(config.parallel.shards)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = qk_norm(x, self.weight.detach(), self.epsilon)
         heads = x.detach()
 
         def gradient(batch, dy):  # type: ignore[no-untyped-def]
-            return qk_norm_gamma_grad(heads, dy, self.epsilon, batch.leaf_index, batch.leaf_offsets, self.shards)
+            return qk_norm_shard_gamma_grads(heads, dy, self.epsilon, batch.leaf_index, batch.leaf_offsets, self.shards)
 
-        self.tokens.on_gradient(y, self.weight, gradient)
+        self.tokens.on_gradient(y, self.weight, gradient, per_shard=True)
         return y
 
 
 class StrictColumn(ColumnParallelLinear):
-    """Output-split linear, [T, K] -> [T, N]: plain order forward, split order for the input gradient."""
+    """Output-split linear, [T, K] -> [T, N of this rank]: plain order forward, split order for the input gradient."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
-        y = det_gemm(input, weight.detach(), grad_splits=self.config.numerics.canonical_tp)
+        parallel = self.config.parallel
+        y = column(input, weight.detach(), len(parallel.shards), parallel.tp)
         x = input.detach()
         self.config.tokens.on_gradient(y, weight, lambda batch, dy: det_gemm_weight_grad(x, dy, batch.leaf_index, batch.leaf_offsets))
         return y
 
 
 class StrictRow(RowParallelLinear):
-    """Input-split linear, [T, K] -> [T, N]: split order forward, plain order for the input gradient."""
+    """Input-split linear, [T, K of this rank] -> [T, N]: split order forward, plain order for the input gradient."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        y = det_gemm(input_, self.weight.detach(), splits=self.config.numerics.canonical_tp)
+        parallel = self.config.parallel
+        y = row(input_, self.weight.detach(), len(parallel.shards), parallel.tp)
         x = input_.detach()
         self.config.tokens.on_gradient(y, self.weight, lambda batch, dy: det_gemm_weight_grad(x, dy, batch.leaf_index, batch.leaf_offsets))
         return y, None
@@ -100,17 +108,21 @@ class StrictEmbedding(VocabParallelEmbedding):
 
     def __init__(self, *arguments: Any, config: StrictConfig, **keywords: Any) -> None:
         super().__init__(*arguments, config=config, **keywords)
-        self.tokens, self.vocab_size = config.tokens, config.model.vocab_size
+        self.tokens, self.vocab_size, self.parallel = config.tokens, config.model.vocab_size, config.parallel
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         ids = input_.reshape(-1)
-        y = embedding(ids, self.weight.detach(), self.vocab_size)
+        y = vocabulary_embedding(ids, self.weight.detach(), self.vocab_size, self.parallel.tp)
         if torch.is_grad_enabled():
             y.requires_grad_()
-        rows = self.weight.shape[0]
+        rows, first = self.weight.shape[0], self.parallel.tp.rank * self.weight.shape[0]
 
         def gradient(batch, dy):  # type: ignore[no-untyped-def]
-            return embedding_weight_grad(ids, dy, batch.leaf_index, batch.leaf_offsets, rows)
+            index = batch.leaf_index
+            if self.parallel.tp.size > 1:
+                elsewhere = (ids[index] // rows != self.parallel.tp.rank) | (index < 0)
+                index = index.masked_fill(elsewhere, -1)
+            return embedding_weight_grad(ids - first, dy, index, batch.leaf_offsets, rows)
 
         self.tokens.on_gradient(y, self.weight, gradient)
         if self.tokens.trace is not None:
@@ -119,11 +131,12 @@ class StrictEmbedding(VocabParallelEmbedding):
 
 
 class StrictOutput(ColumnParallelLinear):
-    """Output layer, [T, 1, H] -> fp32 logits [T, 1, padded vocabulary]: plain order, input gradient over the vocabulary shards."""
+    """Output layer, [T, 1, H] -> fp32 logits [T, 1, columns of this rank]: plain order, input gradient over the vocabulary shards."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
         h = input.squeeze(1)
-        y = lm_head(h, weight.detach(), grad_splits=self.config.numerics.canonical_tp)
+        parallel = self.config.parallel
+        y = output(h, weight.detach(), len(parallel.shards), parallel.tp)
         rows = h.detach()
 
         def gradient(batch, dy):  # type: ignore[no-untyped-def]
@@ -142,10 +155,13 @@ class StrictAttention(MegatronModule):
     def __init__(self, config: StrictConfig, **_: Any) -> None:
         super().__init__(config=config)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         numerics = self.config.numerics
         scale = self.config.model.attention_scale
-        return attention(q, k, v, cu_seqlens, scale=scale, kv_tile=numerics.kv_tile, kv_split=numerics.kv_split).flatten(1)
+        if batch.context is not None:
+            result: torch.Tensor = ContextAttention.apply(q, k, v, batch.context, self.config.parallel.cp, scale, numerics)
+            return result.flatten(1)
+        return attention(q, k, v, batch.cu_seqlens, scale=scale, kv_tile=numerics.kv_tile, kv_split=numerics.kv_split).flatten(1)
 
 
 class StrictLayer(TransformerLayer):
@@ -162,7 +178,7 @@ class StrictLayer(TransformerLayer):
             qkv=lambda x: block.linear_qkv(x)[0],
             q_norm=block.q_layernorm,
             k_norm=block.k_layernorm,
-            attend=lambda q, k, v: block.core_attention(q, k, v, batch.cu_seqlens),
+            attend=lambda q, k, v: block.core_attention(q, k, v, batch),
             o_proj=lambda x: block.linear_proj(x)[0],
             post_norm=self.pre_mlp_layernorm,
             gate_up=lambda x: mlp.linear_fc1(x)[0],

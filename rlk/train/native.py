@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rlk.contract.numerics import Numerics
 from rlk.model.config import Qwen3Config
 from rlk.model.trace import Trace
+from rlk.parallel.state import Parallel
 from rlk.train import parameters
 from rlk.train.batch import MicroBatch, Sample
 from rlk.train.megatron import Seeds, megatron_settings
@@ -34,8 +35,8 @@ class CpuRotaryEmbedding(RotaryEmbedding):
 class NativeModel:
     """Megatron's stock GPTModel in bf16; parameters by packed name, in model order."""
 
-    def __init__(self, config: Qwen3Config, numerics: Numerics, packed: Mapping[str, torch.Tensor]) -> None:
-        self.config, self.numerics = config, numerics
+    def __init__(self, config: Qwen3Config, numerics: Numerics, packed: Mapping[str, torch.Tensor], parallel: Parallel) -> None:
+        self.config, self.numerics, self.parallel = config, numerics, parallel
         settings = TransformerConfig(**megatron_settings(config))
         self.module = GPTModel(
             config=settings,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import add
 
 import torch
 
 from rlk.contract.orders import fold_pairs
 from rlk.contract.update import NORM_BLOCK
-
-# Dimension along which tensor parallelism cuts a weight, by the last part of its packed name; all others are replicated.
-SHARD_DIMENSION = {"qkv": 0, "gate_up": 0, "embedding": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
+from rlk.parallel.collectives import Group
+from rlk.train.shards import dimension
 
 
 class GradientNormError(ArithmeticError):
@@ -40,18 +39,28 @@ def square_sum(shard: torch.Tensor) -> float:
     return float(_row_tree(_row_tree(rows * rows)))
 
 
-def gradient_norm(gradients: Mapping[str, torch.Tensor], shards: int) -> float:
+def gradient_norm(gradients: Mapping[str, torch.Tensor], shards: int, tp: Group | None = None) -> float:
     """Norm over fp32 gradients by packed name, in the mapping's (model) order.
 
     Per (tensor, shard) :func:`square_sum`; shards joined by the tree of adjacent pairs; tensors added in order; all in fp64.
-    A weight that tensor parallelism cuts has ``shards`` shards, a replicated one has one. Raises GradientNormError on NaN or Inf.
+    A weight that tensor parallelism cuts has ``shards`` shards, of which each rank of ``tp`` holds its own, a replicated one has one.
+    Raises GradientNormError on NaN or Inf, on every rank.
     """
+    ranks = 1 if tp is None else tp.size
+    own = [[square_sum(part) for part in _parts(name, gradient, shards // ranks)] for name, gradient in gradients.items()]
+    sums = torch.tensor([square for squares in own for square in squares], dtype=torch.float64)
+    every = [sums] if tp is None else list(tp.all_gather_many([sums])[0])
+    by_rank = [rows.split([len(squares) for squares in own]) for rows in every]
     total = 0.0
-    for name, gradient in gradients.items():
-        dimension = SHARD_DIMENSION.get(name.rsplit(".", 1)[-1])
-        parts = (gradient,) if dimension is None else gradient.chunk(shards, dimension)
-        squares = fold_pairs([square_sum(part) for part in parts], add)
+    for at, name in enumerate(gradients):
+        held = [rows[at].tolist() for rows in by_rank]
+        squares = held[0][0] if dimension(name) is None else fold_pairs([square for rank in held for square in rank], add)
         if not math.isfinite(squares):
             raise GradientNormError(f"the gradient of {name} is not finite: look for the first non-finite intermediate in a trace")
         total += squares
     return math.sqrt(total)
+
+
+def _parts(name: str, gradient: torch.Tensor, shards: int) -> Sequence[torch.Tensor]:
+    cut = dimension(name)
+    return (gradient,) if cut is None else gradient.chunk(shards, cut)

@@ -12,8 +12,10 @@ from dataclasses import asdict, replace
 import torch
 
 from rlk.contract.update import MAX_GRAD_NORM, AdamParams, AdamStep, clip_scale
-from rlk.model.weights import tensor_hash
+from rlk.parallel.collectives import Group
 from rlk.train.norm import gradient_norm
+
+_KINDS = ("master", "m", "v")
 
 
 class OptimizerError(ValueError):
@@ -34,9 +36,10 @@ def adam(
 
 
 class Adam:
-    """State of every parameter by packed name, in model order: fp32 master, m, v, and the number of updates done.
+    """State of this rank's parameters by packed name, in model order: fp32 master, m, v, and the number of updates done.
 
-    Parameters are bf16 and carry their fp32 ``main_grad``. real_rows: number of real rows of each weight with padded vocabulary rows.
+    Parameters are bf16 and carry their fp32 ``main_grad``. real_rows: number of this rank's real rows of each weight with padded
+    vocabulary rows. tp: the ranks that hold the other shards.
     """
 
     def __init__(
@@ -47,8 +50,10 @@ class Adam:
         shards: int,
         real_rows: Mapping[str, int],
         max_norm: float = MAX_GRAD_NORM,
+        tp: Group | None = None,
     ) -> None:
         self.parameters, self.params, self.shards, self.real_rows, self.max_norm = parameters, params, shards, real_rows, max_norm
+        self._tp = tp
         self.reset()
 
     def reset(self) -> None:
@@ -64,9 +69,17 @@ class Adam:
         """The fp32 main gradients, before clipping."""
         return {name: parameter.main_grad for name, parameter in self.parameters.items()}  # type: ignore[attr-defined]
 
-    def gradient_hashes(self) -> dict[str, str]:
-        """SHA-256 of every main gradient."""
-        return {name: tensor_hash(gradient) for name, gradient in self.gradients.items()}
+    def state(self) -> dict[str, torch.Tensor]:
+        """Master and moments by kind and packed name, "m.layers.3.qkv"."""
+        return {f"{kind}.{name}": tensor for kind in _KINDS for name, tensor in getattr(self, kind).items()}
+
+    def restore(self, state: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Go on from :meth:`state` after ``updates`` updates; the parameters become bf16(master)."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+        self.updates = updates
+        self.publish()
+        self.require_padding()
 
     def zero_gradients(self) -> None:
         """Set every main gradient to +0."""
@@ -82,7 +95,7 @@ class Adam:
         step = replace(self.params, lr=lr).step(self.updates + 1)
         self.require_padding()
         gradients = self.gradients
-        norm = gradient_norm(gradients, self.shards)
+        norm = gradient_norm(gradients, self.shards, self._tp)
         scale = clip_scale(norm, self.max_norm)
         for name, parameter in self.parameters.items():
             gradient = gradients[name]

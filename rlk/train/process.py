@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import socket
 from datetime import timedelta
@@ -12,8 +13,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
+from rlk.contract.topology import Topology
+from rlk.parallel.collectives import Group
+from rlk.parallel.errors import ParallelError
+from rlk.parallel.link import Link
+from rlk.parallel.presence import Presence
+from rlk.parallel.state import Parallel, rank_label
+
 LOOPBACK = "127.0.0.1"
-TIMEOUT = timedelta(seconds=300)
+TIMEOUT = 300.0
+GRACE = 5.0
+
+_parallel: Parallel | None = None
 
 
 class ProcessGroupError(RuntimeError):
@@ -33,43 +44,70 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-def start(rank: int = 0, world_size: int = 1, port: int = 0, tensor_parallel: int = 1, context_parallel: int = 1) -> None:
+def start(
+    rank: int = 0,
+    port: int = 0,
+    topology: Topology = Topology(),  # noqa: B008 (frozen)
+    timeout: float = TIMEOUT,
+    grace: float = GRACE,
+) -> Parallel:
     """Join the trainer's process group and set Megatron's parallel state.
 
-    port: rendezvous on loopback; rank 0 listens there, 0 takes a free one (possible only in a world of one). A second call in one
-    process is fine if it asks for the same topology, anything else raises ProcessGroupError.
+    rank: 0 … topology.train_ranks - 1, TP ranks first. port: rendezvous on loopback; rank 0 listens there, 0 takes a free one (possible
+    only in a world of one). timeout: seconds after which a collective without an answer fails; grace: seconds that survivors then give
+    each other. A second call in one process is fine if it asks for the same topology, anything else raises ProcessGroupError.
+    Raises MismatchError on every rank whose contract version or numerics differ from another's.
     """
+    global _parallel
     if not inspect.isbuiltin(torch.set_num_threads):
         raise ProcessGroupError("torch.set_num_threads is replaced, as vLLM does in its own process: start the trainer in another process")
-    if dist.is_initialized():
-        sizes = (dist.get_rank(), dist.get_world_size())
-        groups = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_context_parallel_world_size(),
-        )
-        if (*sizes, *groups) != (rank, world_size, tensor_parallel, context_parallel):
+    size = topology.train_ranks
+    if _parallel is not None:
+        held = _parallel.topology
+        if (dist.get_rank(), held.tp, held.cp) != (rank, topology.tp, topology.cp):
             raise ProcessGroupError(
-                f"this process is rank {sizes[0]} of {sizes[1]} with TP, CP = {groups}: start another process for a new topology"
+                f"this process is rank {dist.get_rank()} with TP, CP = {held.tp, held.cp}: start another process for a new topology"
             )
-        return
-    if port == 0 and world_size > 1:
-        raise ProcessGroupError(f"world_size={world_size} needs one port that every rank knows: give port > 0")
+        return _parallel
+    if not 0 <= rank < size:
+        raise ProcessGroupError(f"rank {rank} is outside TP·CP = {size}: use 0 … {size - 1}")
+    if port == 0 and size > 1:
+        raise ProcessGroupError(f"TP·CP = {size} needs one port that every rank knows: give port > 0")
     # Gloo would otherwise listen on the address of the host's name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    wait = timedelta(seconds=timeout)
     if rank == 0:
         # A TCPStore that opens its own socket listens on every interface.
         listener = _listen(port)
         port = listener.getsockname()[1]
-        store = dist.TCPStore(LOOPBACK, port, world_size, True, timeout=TIMEOUT, master_listen_fd=listener.detach())
+        store = dist.TCPStore(LOOPBACK, port, size, True, timeout=wait, master_listen_fd=listener.detach())
     else:
-        store = dist.TCPStore(LOOPBACK, port, world_size, False, timeout=TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel)
+        store = dist.TCPStore(LOOPBACK, port, size, False, timeout=wait)
+    presence = Presence(store, rank, size, rank_label(rank, topology), host=LOOPBACK, grace=grace)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    link = Link(presence, device=torch.device("cpu"))
+    try:
+        link.agree("contract", json.dumps({"tp": topology.tp, "cp": topology.cp, **topology.numerics.as_dict()}))
+    except ParallelError:
+        dist.destroy_process_group()
+        presence.close()
+        raise
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp, context_parallel_size=topology.cp, distributed_timeout_minutes=timeout / 60
+    )
     # Dropout is 0, so nothing draws; Megatron's training tracker would ask for a CUDA generator.
     initialize_rng_tracker(inference_rng_tracker=True)
+    tp = Group("tp", link, parallel_state.get_tensor_model_parallel_group())
+    cp = Group("cp", link, parallel_state.get_context_parallel_group())
+    _parallel = Parallel(topology, link, tp, cp)
+    return _parallel
 
 
 def stop() -> None:
     """Leave the process group and forget Megatron's parallel state."""
+    global _parallel
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    if _parallel is not None:
+        _parallel.link.presence.close()
+    _parallel = None

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlk.contract.settings import require_neutral
 from rlk.kernels import dispatch
+from rlk.parallel.state import Parallel
 
 
 def qualified(kind: type) -> str:
@@ -35,6 +36,18 @@ def gradient_scales(config: TransformerConfig) -> dict[str, float]:
     scales = {"grad_scale_func": 1.0 if scale is None else float(scale(torch.ones(())))}
     require_neutral(scales)
     return scales
+
+
+def parallel(place: Parallel) -> dict[str, Any]:
+    """This rank's place: its shards and token leaves, and the ranks it shares each axis with."""
+    return {
+        "label": place.link.presence.labels[place.link.rank],
+        "shards": list(place.shards),
+        "token_leaves": list(place.leaves),
+        "tp_ranks": list(place.tp.members),
+        "cp_ranks": list(place.cp.members),
+        "order": "rank parts are subtree roots, joined by the tree of adjacent pairs in fp32",
+    }
 
 
 def process() -> dict[str, Any]:

@@ -14,44 +14,45 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlk.model.weights import model_hash
-from rlk.train.optimizer import Adam
 
 _TENSORS, _FACTS = "optimizer.safetensors", "trainer.json"
-_KINDS = ("master", "m", "v")
 
 
 class StateError(ValueError):
     """A saved state that is damaged or belongs to another run; the message names the file and the field."""
 
 
-def save(directory: Path, optimizer: Adam, facts: Mapping[str, Any]) -> None:
-    """Write the optimizer and ``facts`` (JSON values); the directory must not exist and appears whole or not at all."""
+def save(directory: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Path:
+    """Write whole tensors and ``facts`` (JSON values); the directory must not exist and appears whole or not at all. Returns it."""
     directory = Path(directory)
     if directory.exists():
         raise StateError(f"{directory}: exists already, states are never overwritten: choose another directory")
-    tensors = {f"{kind}.{name}": tensor for kind in _KINDS for name, tensor in getattr(optimizer, kind).items()}
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / _TENSORS)
-        held = {**facts, "updates": optimizer.updates, "tensors": model_hash(tensors)}
+        held = {**facts, "tensors": model_hash(tensors)}
         (partial / _FACTS).write_text(json.dumps(held, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         partial.rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return directory
 
 
-def load(directory: Path, optimizer: Adam, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the optimizer and its parameters from :func:`save`; returns the stored facts.
+def load(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], facts: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The facts and whole tensors of :func:`save`.
 
-    Raises StateError where a file is damaged, a tensor does not fit, or a stored fact differs from the same-named one of ``facts``; the
-    optimizer is then untouched.
+    Raises StateError where a file is damaged, a tensor is not fp32 of the given shape, or a stored fact differs from the same-named one
+    of ``facts``.
     """
     directory = Path(directory)
     try:
         held: dict[str, Any] = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
         tensors = load_file(directory / _TENSORS)
-        updates, stored_hash = int(held["updates"]), str(held["tensors"])
+        int(held["updates"])
+        stored_hash = str(held["tensors"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise StateError(f"{directory}: not a saved trainer state ({str(error).splitlines()[0]}): save it again") from error
     for name, value in facts.items():
@@ -59,19 +60,11 @@ def load(directory: Path, optimizer: Adam, facts: Mapping[str, Any]) -> dict[str
             raise StateError(
                 f"{directory / _FACTS}: {name} is {held.get(name)!r}, this trainer has {value!r}: resume with the saved settings"
             )
-    expected = {f"{kind}.{name}": tensor for kind in _KINDS for name, tensor in getattr(optimizer, kind).items()}
-    for name in sorted(expected.keys() ^ tensors.keys()):
+    for name in sorted(shapes.keys() ^ tensors.keys()):
         raise StateError(f"{directory / _TENSORS}: tensor {name} is missing or unknown: resume with the saved model")
-    for name, tensor in expected.items():
-        if tensors[name].shape != tensor.shape or tensors[name].dtype != torch.float32:
-            raise StateError(
-                f"{directory / _TENSORS}: {name} is {list(tensors[name].shape)} {tensors[name].dtype}, not {list(tensor.shape)} fp32"
-            )
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape or tensors[name].dtype != torch.float32:
+            raise StateError(f"{directory / _TENSORS}: {name} is {list(tensors[name].shape)} {tensors[name].dtype}, not {list(shape)} fp32")
     if model_hash(tensors) != stored_hash:
         raise StateError(f"{directory / _TENSORS}: its bytes are not those that were saved: copy it again")
-    for name, tensor in expected.items():
-        tensor.copy_(tensors[name])
-    optimizer.updates = updates
-    optimizer.publish()
-    optimizer.require_padding()
-    return held
+    return held, tensors

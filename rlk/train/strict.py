@@ -11,19 +11,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from rlk.contract.numerics import Numerics
 from rlk.contract.settings import require_settings
-from rlk.kernels.logp import logp, support_mask
 from rlk.kernels.rope import rope_table
 from rlk.model.config import Qwen3Config
 from rlk.model.trace import Trace
-from rlk.train import parameters
+from rlk.parallel.state import Parallel
+from rlk.train import parameters, shards
 from rlk.train.batch import MicroBatch
 from rlk.train.megatron import Seeds, megatron_settings
 from rlk.train.modules import StrictAttention, StrictColumn, StrictConfig, StrictGPT, StrictHeadNorm, StrictLayer, StrictNorm, StrictRow
+from rlk.train.scoring import Scoring, require_targets
 from rlk.train.tokens import Tokens
-
-
-class NonFiniteError(ArithmeticError):
-    """The model produced NaN or Inf; the message names the first row."""
 
 
 def _block(config: StrictConfig) -> TransformerBlockSubmodules:
@@ -40,12 +37,20 @@ def _block(config: StrictConfig) -> TransformerBlockSubmodules:
 
 
 class StrictModel:
-    """Megatron's GPTModel on the strict operators; parameters by packed name, in model order."""
+    """Megatron's GPTModel on the strict operators; this rank's parameters by packed name, in model order."""
 
-    def __init__(self, config: Qwen3Config, numerics: Numerics, packed: Mapping[str, torch.Tensor]) -> None:
-        self.config, self.numerics, self.tokens = config, numerics, Tokens()
+    def __init__(self, config: Qwen3Config, numerics: Numerics, packed: Mapping[str, torch.Tensor], parallel: Parallel) -> None:
+        self.config, self.numerics, self.parallel, self.tokens = config, numerics, parallel, Tokens(parallel)
+        self.scoring = Scoring(config.vocab_size, config.padded_vocab(numerics), numerics, parallel)
         table = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings)
-        settings = StrictConfig(**megatron_settings(config), model=config, numerics=numerics, table=table, tokens=self.tokens)
+        settings = StrictConfig(
+            **megatron_settings(config, parallel.topology),
+            model=config,
+            numerics=numerics,
+            table=table,
+            tokens=self.tokens,
+            parallel=parallel,
+        )
         require_settings(
             {
                 "sequence_parallel": settings.sequence_parallel,
@@ -61,68 +66,51 @@ class StrictModel:
             share_embeddings_and_output_weights=False,
         )
         self.parameters = parameters.named_parameters(self.module, packed)
-        parameters.load(self.parameters, packed)
+        parameters.load(self.parameters, self.from_packed(packed))
         parameters.prepare_gradients(self.parameters)
 
     def from_packed(self, packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Packed tensors in the layout of the parameters: the same."""
-        return dict(packed)
+        """This rank's shards of whole packed tensors."""
+        return {name: shards.part(name, tensor, self.parallel.tp) for name, tensor in packed.items()}
 
-    to_packed = from_packed
+    def to_packed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whole packed tensors from every rank's shards: all TP ranks call it."""
+        return shards.whole(tensors, self.parallel.tp)
 
     def score(self, batch: MicroBatch, trace: Trace | None = None) -> list[float]:
-        """Logprob of every target, fp32 values."""
+        """Logprob of every response token of all samples, fp32 values; the same on every rank."""
+        self._require(batch)
+        if trace is not None and not self.parallel.alone:
+            raise ValueError("intermediates are recorded in a world of one: trace with TP = CP = 1")
         with torch.no_grad(), self.tokens.use(batch, trace):
-            values: list[float] = self._logp(batch)[batch.rows].tolist()
-        return values
+            return self.scoring.joined(batch, *self._logp(batch))
 
     def accumulate(self, batch: MicroBatch, seeds: Seeds) -> None:
-        """Score with gradients, ask ``seeds`` for dL/dlogp of every target, and fold the weight gradients into the main gradients."""
+        """Score with gradients, ask ``seeds`` for dL/dlogp of every response token, and fold the weight gradients."""
+        self._require(batch)
         with self.tokens.use(batch):
-            scores = self._logp(batch)
+            scores, bad = self._logp(batch)
+            slopes = torch.tensor(seeds(self.scoring.joined(batch, scores, bad)), dtype=torch.float32)
             seed = torch.zeros_like(scores)
-            seed[batch.rows] = torch.tensor(seeds(scores.detach()[batch.rows].tolist()), dtype=torch.float32)
+            seed[batch.rows] = slopes[batch.own]
             scores.backward(seed)
             self.tokens.require_gradients(self.parameters)
+            self.tokens.join()
 
-    def _logp(self, batch: MicroBatch) -> torch.Tensor:
-        """fp32 [T]: logprob of the next token in the rows that predict a response token, +0 in the others."""
+    def _require(self, batch: MicroBatch) -> None:
+        if not self.parallel.alone:
+            require_targets(batch.samples, self.config.vocab_size)
+
+    def _logp(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`Scoring.rows` of this rank's rows."""
         longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
         packed = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
         )
         logits = self.module(batch.ids[None], batch.positions[None], None, packed_seq_params=packed)[0]
-        bad = (~torch.isfinite(logits)).any(dim=-1).nonzero()
-        if bad.numel():
-            raise NonFiniteError(f"logits of packed row {int(bad[0])} are not finite: trace the samples to find where it begins")
-        active = torch.zeros(batch.tokens, dtype=torch.bool)
-        active[batch.rows] = True
-        targets = torch.zeros(batch.tokens, dtype=torch.int64)
-        targets[batch.rows] = batch.targets
-        temperature = torch.ones(batch.tokens)
-        temperature[batch.rows] = batch.temperature
-        result = logp(
-            logits,
-            targets,
-            temperature,
-            vocab_size=self.config.vocab_size,
-            padded_vocab=self.config.padded_vocab(self.numerics),
-            shards=self.numerics.canonical_tp,
-            vocab_tile=self.numerics.vocab_tile,
-            support=self._support(batch, logits.shape[1]),
-            active=active,
-        )
+        scores, bad = self.scoring.rows(batch, logits)
         trace = self.tokens.trace
         if trace is not None:
             trace.put("logits", logits[:, : self.config.vocab_size])
-            trace.put("logp", result)
-        return result
-
-    def _support(self, batch: MicroBatch, width: int) -> torch.Tensor | None:
-        """bool [T, width] if any target's support is truncated, else None."""
-        if all(kept is None for kept in batch.supports):
-            return None
-        rows: list[tuple[int, ...] | None] = [None] * batch.tokens
-        for row, kept in zip(batch.rows.tolist(), batch.supports):
-            rows[row] = kept
-        return support_mask(rows, self.config.vocab_size, width=width)
+            trace.put("logp", scores)
+        return scores, bad

@@ -1,7 +1,8 @@
 """Which tokens are being computed, and where their weight gradients go.
 
 Weight gradients bypass autograd, which would cast them to bf16: an operator's wrapper registers the gradient's formula on its
-output, and the result is folded into the parameter's fp32 ``main_grad``. One :class:`Tokens` belongs to one model; it is empty
+output, and the result is folded into the parameter's fp32 ``main_grad``. A context parallel rank computes the subtree of its own token
+leaves; the ranks' roots are joined before they are folded, once per micro-batch. One :class:`Tokens` belongs to one model; it is empty
 outside ``use``, so a layout can be neither missing nor stale without an error.
 """
 
@@ -12,7 +13,9 @@ from contextlib import contextmanager
 
 import torch
 
+from rlk.contract.orders import fold_pairs
 from rlk.model.trace import Trace
+from rlk.parallel.state import Parallel
 from rlk.train.batch import MicroBatch
 
 
@@ -27,9 +30,12 @@ class GradientError(RuntimeError):
 class Tokens:
     """The micro-batch in flight, its trace, and the parameters whose gradient it has contributed to."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel = parallel
         self._batch: MicroBatch | None = None
         self._folded: set[str] = set()
+        self._roots: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._shard_roots: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.trace: Trace | None = None
 
     @contextmanager
@@ -42,6 +48,7 @@ class Tokens:
             yield
         finally:
             self._batch = self.trace = None
+            self._roots, self._shard_roots = {}, {}
 
     def batch(self, rows: int) -> MicroBatch:
         """The current micro-batch, which must have ``rows`` tokens."""
@@ -52,9 +59,18 @@ class Tokens:
         return self._batch
 
     def on_gradient(
-        self, y: torch.Tensor, parameter: torch.nn.Parameter, gradient: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+        self,
+        y: torch.Tensor,
+        parameter: torch.nn.Parameter,
+        gradient: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
+        *,
+        per_shard: bool = False,
     ) -> None:
-        """When the gradient of y [tokens, …] arrives, add ``gradient(batch, dy)`` (fp32, the parameter's shape) to its main gradient."""
+        """When the gradient of y [tokens, …] arrives, fold ``gradient(batch, dy)`` into the parameter's main gradient.
+
+        gradient: fp32, the root over this rank's leaves in the parameter's shape; per_shard: one such root for each canonical shard of
+        this rank, [shards, …], of a parameter that every TP rank holds.
+        """
         if not y.requires_grad:
             return
         batch = self.batch(y.shape[0])
@@ -67,9 +83,29 @@ class Tokens:
                 raise GradientError(f"{name} got two gradients from one micro-batch: run one backward per forward")
             self._folded.add(name)
             main: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
-            main.add_(gradient(batch, dy))
+            root = gradient(batch, dy)
+            if per_shard:
+                self._shard_roots[name] = (main, root)
+            elif self._parallel.cp.size > 1:
+                self._roots[name] = (main, root)
+            else:
+                main.add_(root)
 
         y.register_hook(fold)
+
+    def join(self) -> None:
+        """After the backward: join the roots of all CP ranks by the leaf tree, then those of shards, and fold them.
+
+        All ranks must have gradients of the same parameters (:meth:`require_gradients`).
+        """
+        names = sorted(self._roots)
+        for name, total in zip(names, self._parallel.cp.tree_all_reduce_many([self._roots[name][1] for name in names])):
+            self._roots[name][0].add_(total)
+        names = sorted(self._shard_roots)
+        leaves = self._parallel.cp.tree_all_reduce_many([self._shard_roots[name][1] for name in names])
+        roots = [fold_pairs(list(shards), torch.add) for shards in leaves]
+        for name, total in zip(names, self._parallel.tp.tree_all_reduce_many(roots)):
+            self._shard_roots[name][0].add_(total)
 
     def require_gradients(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Raise GradientError unless every parameter got exactly one gradient from the current micro-batch, outside autograd."""

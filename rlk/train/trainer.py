@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,13 +13,14 @@ from typing import Any, Literal
 
 import torch
 
-from rlk.contract.numerics import DEFAULT, Numerics
+from rlk.contract.numerics import DEFAULT, ContractError, Numerics
+from rlk.contract.topology import Topology
 from rlk.contract.update import MAX_GRAD_NORM, AdamParams, GrpoParams
 from rlk.kernels.rope import table_hash
 from rlk.model.layout import pack_weights, unpack_weights
 from rlk.model.trace import Trace
-from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint
-from rlk.train import parameters, process, readback, state
+from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hash
+from rlk.train import parameters, process, readback, shards, state
 from rlk.train.batch import MicroBatch, Sample, micro_batches
 from rlk.train.native import NativeModel
 from rlk.train.objective import BatchLoss, LossSummary, Scores
@@ -60,12 +62,15 @@ class StepMetrics(LossSummary):
 
 
 class MegatronTrainer:
-    """One model in one process, which must not run vLLM in-process as well.
+    """One model in tp·cp processes, this one its ``rank``; none of them must run vLLM in-process as well.
+
+    All ranks make the same calls with the same arguments and get the same results: every public method is a collective.
 
     checkpoint: Hugging Face Qwen3 dense, bf16; its weights are also the frozen reference. mode: "strict" computes with this project's
     operators, "native" with Megatron's and torch's own. micro_batch_size: samples per forward; it changes no score byte, and is the unit
-    in which gradients are folded. port: rendezvous on loopback, 0 for a free one.
-    Raises CheckpointError, ContractError or ProcessGroupError in one line.
+    in which gradients are folded. port: rendezvous on loopback, 0 for a free one (tp·cp = 1 only). rank counts TP ranks first. timeout:
+    seconds after which a collective that nobody answers ends every rank. Native mode runs in one process.
+    Raises CheckpointError, ContractError, ProcessGroupError or MismatchError in one line.
     """
 
     def __init__(
@@ -79,19 +84,29 @@ class MegatronTrainer:
         adam: AdamParams = AdamParams(),  # noqa: B008 (frozen)
         max_norm: float = MAX_GRAD_NORM,
         port: int = 0,
+        tp: int = 1,
+        cp: int = 1,
+        rank: int = 0,
+        timeout: float = process.TIMEOUT,
     ) -> None:
         if mode not in _MODELS:
             raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(_MODELS)}")
+        topology = Topology(tp=tp, cp=cp, numerics=numerics)
+        if mode == "native" and topology.train_ranks > 1:
+            raise ContractError(f"native mode with TP={tp}, CP={cp}: run the native arm in one process")
         source = load_checkpoint(checkpoint)
-        process.start(port=port)
+        self.parallel = process.start(rank, port, topology, timeout)
         self.checkpoint, self.mode, self.numerics, self.grpo = Path(checkpoint), mode, numerics, grpo
         self.config, self.micro_batch_size, self.version = source.config, micro_batch_size, 0
         packed = pack_weights(source.tensors, source.config, numerics)
-        self.model = _MODELS[mode](source.config, numerics, packed)
+        self.parallel.link.agree("checkpoint", source.model_hash)
+        self.model = _MODELS[mode](source.config, numerics, packed, self.parallel)
         self._reference = {name: parameter.detach().clone() for name, parameter in self.model.parameters.items()}
         self._reference_hash = self._model_hash = source.model_hash
-        real_rows = dict.fromkeys(("embedding", "lm_head"), source.config.vocab_size)
-        self.optimizer = Adam(self.model.parameters, adam, shards=numerics.canonical_tp, real_rows=real_rows, max_norm=max_norm)
+        self.optimizer = Adam(
+            self.model.parameters, adam, shards=numerics.canonical_tp, real_rows=self._real_rows(), max_norm=max_norm, tp=self.parallel.tp
+        )
+        self._traffic: list[dict[str, Any]] = []
 
     def score(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Logprob of every response token under the present weights, fp32 values, aligned with ``samples``.
@@ -99,8 +114,9 @@ class MegatronTrainer:
         Scores exactly the ids of each response, at its request's temperature and over its retained ids; its logprobs are not read.
         """
         scores: dict[int, list[float]] = {sample.sample_id: [] for sample in samples}
-        for batch in self._batches(samples):
-            scores.update(zip((sample.sample_id for sample in batch.samples), batch.per_sample(self.model.score(batch))))
+        with self.parallel.link.unit("score", self._batch_note(samples)):
+            for batch in self._batches(samples):
+                scores.update(zip((sample.sample_id for sample in batch.samples), batch.per_sample(self.model.score(batch))))
         return [scores[sample.sample_id] for sample in samples]
 
     def reference_score(self, samples: Sequence[Sample]) -> list[list[float]]:
@@ -139,20 +155,28 @@ class MegatronTrainer:
         weights and moments are then as before.
         """
         loss = BatchLoss(samples, rewards, groups, old_scores, reference_scores, self.grpo)
-        self.optimizer.zero_gradients()
-        for batch in self._batches(samples):
-            self.model.accumulate(batch, partial(loss.seeds, batch))
-        summary = loss.summary()
-        before = self._model_hash
-        norm, scale = self.optimizer.update(lr)
-        self._model_hash = model_hash(self.hf_tensors())
+        link = self.parallel.link
+        link.traffic.reset()
+        with link.unit("step", self._batch_note(samples, rewards, groups, old_scores, reference_scores, lr)):
+            self.optimizer.zero_gradients()
+            for batch in self._batches(samples):
+                self.model.accumulate(batch, partial(loss.seeds, batch))
+            summary = loss.summary()
+            before = self._model_hash
+            if not self.parallel.alone:
+                link.together(self.optimizer.require_padding)
+            norm, scale = self.optimizer.update(lr)
+            self._traffic = link.traffic.rows()
+            gradients = shards.whole(self.optimizer.gradients, self.parallel.tp)
+            hashes = json.loads(link.lead(lambda: json.dumps({name: tensor_hash(gradient) for name, gradient in gradients.items()})))
+            self._model_hash = self._hash()
         return StepMetrics(
             **vars(summary),
             grad_norm=norm,
             grad_scale=scale,
             lr=lr,
             updates=self.optimizer.updates,
-            gradient_hashes=self.optimizer.gradient_hashes(),
+            gradient_hashes=hashes,
             model_hash_before=before,
             model_hash_after=self._model_hash,
         )
@@ -160,7 +184,8 @@ class MegatronTrainer:
     def publish(self, directory: Path, version: int) -> Published:
         """Write the weights as a Hugging Face checkpoint with the start checkpoint's tokenizer files; the directory must not exist."""
         facts = {"rlk_version.json": json.dumps({"version": version, "updates": self.optimizer.updates, "mode": self.mode}) + "\n"}
-        written = save_checkpoint(directory, self.config, self.hf_tensors(), companions=self.checkpoint, files=facts)
+        tensors = self.hf_tensors()
+        written = self.parallel.link.lead(lambda: save_checkpoint(directory, self.config, tensors, companions=self.checkpoint, files=facts))
         self.version = version
         return Published(Path(directory), version, written)
 
@@ -175,23 +200,29 @@ class MegatronTrainer:
         self.optimizer.zero_gradients()
         self.optimizer.reset()
         self.version = version
-        self._model_hash = model_hash(self.hf_tensors())
+        self._model_hash = self._hash()
         return self._model_hash
 
     def save_state(self, directory: Path) -> None:
-        """Everything needed to go on: masters, moments, counters and the settings they belong to."""
-        state.save(directory, self.optimizer, {**self._identity(), "version": self.version, "model_hash": self._model_hash})
+        """Everything needed to go on, at this or any other topology: masters, moments, counters and the settings they belong to."""
+        tensors = shards.whole(self.optimizer.state(), self.parallel.tp)
+        facts = {**self._identity(), "version": self.version, "model_hash": self._model_hash, "updates": self.optimizer.updates}
+        self.parallel.link.lead(lambda: str(state.save(directory, tensors, facts)))
 
     def load_state(self, directory: Path) -> None:
-        """Go on from :meth:`save_state` with equal bytes; raises StateError for a state of another model, reference or setting."""
-        held = state.load(directory, self.optimizer, self._identity())
+        """Go on from :meth:`save_state` with equal bytes, whatever topology wrote it; raises StateError for a state of another model,
+        reference or setting, and then nothing has changed."""
+        tp = self.parallel.tp
+        shapes = {name: shards.whole_shape(name, tensor.shape, tp) for name, tensor in self.optimizer.state().items()}
+        held, tensors = state.load(directory, shapes, self._identity())
+        self.optimizer.restore({name: shards.part(name, tensor, tp) for name, tensor in tensors.items()}, int(held["updates"]))
         self.version = int(held["version"])
-        self._model_hash = model_hash(self.hf_tensors())
+        self._model_hash = self._hash()
         if self._model_hash != held["model_hash"]:
             raise state.StateError(f"{directory}: the restored weights hash to {self._model_hash}, not {held['model_hash']}: save it again")
 
     def hf_tensors(self) -> dict[str, torch.Tensor]:
-        """The weights that the model computes with, by HF name."""
+        """The whole weights that the model computes with, by HF name."""
         held = {name: parameter.detach() for name, parameter in self.model.parameters.items()}
         return unpack_weights(self.model.to_packed(held), self.config, self.numerics)
 
@@ -207,8 +238,10 @@ class MegatronTrainer:
             "kernels": readback.kernels(),
             "weight_version": self.version,
             "updates": self.optimizer.updates,
-            "model_hash": model_hash(self.hf_tensors()),
+            "model_hash": self._hash(),
             "reference_hash": self._reference_hash,
+            "parallel": readback.parallel(self.parallel),
+            "traffic": self._traffic,
         }
         if isinstance(self.model, StrictModel):
             found["rope_table"] = table_hash(self.model.module.config.table)
@@ -227,7 +260,24 @@ class MegatronTrainer:
                 raise ValueError(
                     f"sample {sample.sample_id} has {len(sample.ids)} tokens, the model {self.config.max_position_embeddings} positions"
                 )
-        return micro_batches(samples, self.micro_batch_size, self.numerics)
+        cp = self.parallel.cp
+        return micro_batches(samples, self.micro_batch_size, self.numerics, cp.size, cp.rank)
+
+    def _batch_note(self, samples: Sequence[Sample], *more: Any) -> str:
+        """What all ranks must hold equally before they compute: counts to read, and a digest of everything."""
+        tokens = sum(len(sample.ids) for sample in samples)
+        digest = hashlib.sha256(repr((self.micro_batch_size, list(samples), more)).encode()).hexdigest()
+        return f"{len(samples)} samples of {tokens} tokens, {digest}"
+
+    def _hash(self) -> str:
+        """Hash of the weights that the model computes with, taken by rank 0."""
+        tensors = self.hf_tensors()
+        return self.parallel.link.lead(lambda: model_hash(tensors))
+
+    def _real_rows(self) -> dict[str, int]:
+        """This rank's rows of the vocabulary weights that are no padding."""
+        rows = {name: self.model.parameters[name].shape[0] for name in ("embedding", "lm_head")}
+        return {name: min(max(self.config.vocab_size - self.parallel.tp.rank * held, 0), held) for name, held in rows.items()}
 
     @contextmanager
     def _weights(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -1,0 +1,107 @@
+"""Logprobs of a rank's rows from its vocabulary shards, and every rank's logprobs joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlk.contract.numerics import Numerics
+from rlk.kernels.logp import logp, shards, support_mask
+from rlk.kernels.logp.shards import Columns
+from rlk.parallel.collectives import Group
+from rlk.parallel.state import Parallel
+from rlk.train.batch import MicroBatch, Sample
+
+
+class NonFiniteError(ArithmeticError):
+    """The model produced NaN or Inf; the message names the first row."""
+
+
+def require_targets(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Raise what the operators would, before any rank starts: IndexError for an id outside the vocabulary, ValueError for a response
+    token outside its own retained ids. Every rank holds all samples, so all raise together."""
+    for sample in samples:
+        for token in sample.ids:
+            if not 0 <= token < vocab_size:
+                raise IndexError(f"sample {sample.sample_id}: id {token} is outside 0…{vocab_size - 1}: drop masked tokens")
+        for token, kept in zip(sample.response.token_ids, sample.response.support or ()):
+            if token not in kept:
+                raise ValueError(
+                    f"sample {sample.sample_id}: response token {token} is outside its own retained ids: hand both over from one run"
+                )
+
+
+class Scoring:
+    """From the logits of one rank to the logprob of each of its rows."""
+
+    def __init__(self, vocab_size: int, padded_vocab: int, numerics: Numerics, parallel: Parallel) -> None:
+        self.vocab_size, self.padded_vocab, self.numerics, self.parallel = vocab_size, padded_vocab, numerics, parallel
+        width = padded_vocab // numerics.canonical_tp
+        self.columns = Columns(parallel.shards.start * width, len(parallel.shards), width, vocab_size)
+
+    def rows(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(fp32 [T]: logprob of the next token in the rows that predict a response token, +0 in the others; int64 [1]: first row of the
+        TP group with a logit that is not finite, or -1). logits: fp32 [T, columns of this rank]."""
+        bad = (~torch.isfinite(logits.detach())).any(dim=-1).nonzero()[:1, 0]
+        bad = bad if bad.numel() else bad.new_full((1,), -1)
+        active = torch.zeros(batch.tokens, dtype=torch.bool)
+        active[batch.rows] = True
+        targets = torch.zeros(batch.tokens, dtype=torch.int64)
+        targets[batch.rows] = batch.targets
+        temperature = torch.ones(batch.tokens)
+        temperature[batch.rows] = batch.temperature
+        support = self._support(batch)
+        if self.parallel.tp.size > 1:
+            args = (targets, temperature, support, active, bad, self.columns, self.numerics.vocab_tile, self.parallel.tp)
+            result: tuple[torch.Tensor, torch.Tensor] = _ShardedLogp.apply(logits, *args)
+            return result
+        if self.parallel.alone:
+            require_finite(int(bad))
+        scores = logp(
+            logits, targets, temperature, vocab_size=self.vocab_size, padded_vocab=self.padded_vocab, shards=self.numerics.canonical_tp,
+            vocab_tile=self.numerics.vocab_tile, support=support, active=active,
+        )  # fmt: skip
+        return scores, bad
+
+    def joined(self, batch: MicroBatch, scores: torch.Tensor, bad: torch.Tensor) -> list[float]:
+        """Logprob of every response token of all samples, on every rank, from the scores of each rank's rows."""
+        every, worst = self.parallel.cp.all_gather_many([scores.detach(), bad])
+        require_finite(int(worst.max()))
+        values: list[float] = every.flatten()[batch.joined].tolist()
+        return values
+
+    def _support(self, batch: MicroBatch) -> torch.Tensor | None:
+        """bool [T, columns of this rank] if any target's support is truncated, else None."""
+        if all(kept is None for kept in batch.supports):
+            return None
+        first, last = self.columns.first, self.columns.first + self.columns.width
+        rows: list[tuple[int, ...] | None] = [None] * batch.tokens
+        for row, kept in zip(batch.rows.tolist(), batch.supports):
+            rows[row] = kept if kept is None or self.parallel.tp.size == 1 else tuple(i - first for i in kept if first <= i < last)
+        return support_mask(rows, self.columns.real, width=self.columns.width)
+
+
+def require_finite(row: int) -> None:
+    """Raise NonFiniteError for the first bad row, unless it is -1."""
+    if row >= 0:
+        raise NonFiniteError(f"logits of packed row {row} are not finite: trace the samples to find where it begins")
+
+
+class _ShardedLogp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, ids, temperature, support, active, bad, columns: Columns, vocab_tile: int, tp: Group):  # type: ignore[no-untyped-def]
+        part = shards.part(logits, ids, temperature, columns, vocab_tile=vocab_tile, support=support, active=active)
+        parts, worst = tp.all_gather_many([part, bad])
+        scores, lse = shards.join(parts, ids, columns, active=active)
+        ctx.save_for_backward(logits, ids, temperature, support, active, lse)
+        ctx.columns = columns
+        worst = worst.max().reshape(1)
+        ctx.mark_non_differentiable(worst)
+        return scores, worst
+
+    @staticmethod
+    def backward(ctx, seed, _):  # type: ignore[no-untyped-def]
+        logits, ids, temperature, support, active, lse = ctx.saved_tensors
+        slope = shards.gradient(logits, ids, temperature, lse, seed, ctx.columns, support=support, active=active)
+        return slope, *(None,) * 8

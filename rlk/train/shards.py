@@ -1,0 +1,44 @@
+"""Which part of a packed weight a tensor parallel rank holds, and whole tensors from the parts of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+import torch
+
+from rlk.parallel.collectives import Group
+
+DIMENSION = {"qkv": 0, "gate_up": 0, "embedding": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
+"""Dimension along which tensor parallelism cuts a weight, by the last part of its packed name; all others are replicated."""
+
+
+def dimension(name: str) -> int | None:
+    """Dimension of the cut of packed weight ``name``, None for a replicated one."""
+    return DIMENSION.get(name.rsplit(".", 1)[-1])
+
+
+def part(name: str, whole: torch.Tensor, tp: Group) -> torch.Tensor:
+    """This rank's shards of a whole packed tensor: one run of adjacent rows or columns."""
+    cut = dimension(name)
+    return whole if cut is None or tp.size == 1 else whole.chunk(tp.size, cut)[tp.rank].contiguous()
+
+
+def whole_shape(name: str, shape: torch.Size, tp: Group) -> tuple[int, ...]:
+    """Shape of the whole tensor of which this rank's part has ``shape``."""
+    cut = dimension(name)
+    return tuple(size * tp.size if at == cut else size for at, size in enumerate(shape))
+
+
+def whole(parts: Mapping[str, torch.Tensor], tp: Group) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, in the same order; one collective per layer, which all ranks of the group call."""
+    if tp.size == 1:
+        return dict(parts)
+    result: dict[str, torch.Tensor] = {}
+    for _, names in groupby(parts, lambda name: name.rpartition(".")[0]):
+        layer = list(names)
+        cut = [name for name in layer if dimension(name) is not None]
+        gathered = dict(zip(cut, tp.all_gather_many([parts[name] for name in cut]) if cut else ()))
+        for name in layer:
+            result[name] = torch.cat(list(gathered[name]), dim=dimension(name) or 0) if name in gathered else parts[name]
+    return result
