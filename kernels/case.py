@@ -45,7 +45,8 @@ class OperatorCase:
 
     rows: arguments and gradient seeds per token, samples packed in id order.
     forward: outputs, one row per row of the launch. gradients: gradients of the per-token arguments, likewise.
-    weight_gradients: gradients that are sums over the tokens that the leaves (index, offsets) name.
+    weight_gradients: gradients that are sums over the tokens that the leaves (index, offsets) name, as one context-parallel rank holds
+    them; the pair tree joins ranks. finish_weights: from the joined sums to the gradients.
     reference: outputs and gradients of ``reference.py`` in fp32 over ``rows``, same names and shapes.
     composed: outputs and gradients of the operators that this one is composed of, over ``rows``.
     """
@@ -56,6 +57,7 @@ class OperatorCase:
     gradients: Callable[[Launch], Tensors]
     reference: Callable[[], tuple[Tensors, Tensors]]
     weight_gradients: Callable[[Launch, Leaves], Tensors] = nothing
+    finish_weights: Callable[[Tensors], Tensors] = lambda sums: sums
     composed: Callable[[Launch], tuple[Tensors, Tensors]] | None = None
 
     @property

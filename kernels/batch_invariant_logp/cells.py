@@ -65,5 +65,5 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         dhidden, dweight = differentiate(score, rows["seed"], hidden, some)
         return {"logp": score, "lse": lse}, {"hidden": dhidden, "weight": dweight}
 
-    case = OperatorCase(shape, rows, forward, gradients, specified, weight_gradients, composed)
+    case = OperatorCase(shape, rows, forward, gradients, specified, weight_gradients, composed=composed)
     return case

@@ -45,5 +45,5 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         (dhidden,) = differentiate(logits, dy, hidden)
         return {"logits": logits}, {"hidden": dhidden, "weight": reference_weight_grad(rows["hidden"], dy[:, :wanted])}
 
-    case = OperatorCase(shape, rows, forward, gradients, specified, weight_gradients, composed)
+    case = OperatorCase(shape, rows, forward, gradients, specified, weight_gradients, composed=composed)
     return case

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.numerics import DEFAULT
 from rlk.contract.operators import OperatorShape
+from rlk.contract.orders import fold_pairs
 from rlk.kernels.case import Draw, Launch, Leaves, OperatorCase, Tensors, differentiate, exact, leaf
-from rlk.kernels.qk_norm import qk_norm, qk_norm_gamma_grad, reference
+from rlk.kernels.qk_norm import qk_norm, qk_norm_shard_gamma_grads, reference
 
 EPS = QWEN3_8B.rms_norm_eps
 
@@ -25,7 +28,10 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         return {"x": differentiate(qk_norm(x, gamma, EPS, backend=backend), launch["dy"], x)[0]}
 
     def weight_gradients(launch: Launch, leaves: Leaves) -> Tensors:
-        return {"gamma": qk_norm_gamma_grad(launch["x"], launch["dy"], EPS, *leaves, DEFAULT.canonical_tp, backend=backend)}
+        return {"gamma": qk_norm_shard_gamma_grads(launch["x"], launch["dy"], EPS, *leaves, DEFAULT.canonical_tp, backend=backend)}
+
+    def finish_weights(sums: Tensors) -> Tensors:
+        return {"gamma": fold_pairs(list(sums["gamma"]), torch.add)}
 
     def specified() -> tuple[Tensors, Tensors]:
         x, g = exact(rows["x"]), exact(gamma)
@@ -33,4 +39,4 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         dx, dgamma = differentiate(y, rows["dy"].float(), x, g)
         return {"y": y}, {"x": dx, "gamma": dgamma}
 
-    return OperatorCase(shape, rows, forward, gradients, specified, weight_gradients)
+    return OperatorCase(shape, rows, forward, gradients, specified, weight_gradients, finish_weights)

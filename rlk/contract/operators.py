@@ -6,7 +6,7 @@ too large for a CPU, a shape holds a sample of its columns (or of its weight row
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rlk.contract.judgments import LAYOUT_TRANSFORMS, OPERATORS, Judgment, operator
@@ -86,7 +86,7 @@ SHAPES: dict[str, dict[Tier, tuple[OperatorShape, ...]]] = {
     "qk_norm": {"short": (_short(_TINY_HEADS),), "primary": (_m59(_HEADS), _long(_HEADS))},
     "det_gemm": {
         "short": (
-            _short({"k": 128, "n": 1024, "splits": 1, "grad_splits": 8, "weight_rows": 1024}, "qkv"),
+            _short({"k": 128, "n": 1024, "splits": 1, "grad_splits": 8, "weight_rows": 128}, "qkv"),
             _short({"k": 512, "n": 128, "splits": 8, "grad_splits": 1, "weight_rows": 128}, "o_proj"),
         ),
         # the weight gradient holds 256 of the weight's rows; the long prompt 256 rows of the weight, or 64 columns of the input gradient
@@ -119,7 +119,7 @@ SHAPES: dict[str, dict[Tier, tuple[OperatorShape, ...]]] = {
         "primary": (_m59({"width": QWEN3_8B.intermediate, "shards": 8}), _long({"width": 256, "shards": 8})),
     },
     "lm_head": {
-        "short": (_short({"k": TINY.hidden, "n": TINY.padded_vocab(), "weight_rows": TINY.padded_vocab()}),),
+        "short": (_short({"k": TINY.hidden, "n": TINY.padded_vocab(), "weight_rows": 128}),),
         # 256 of the weight gradient's rows; the long prompt holds 1024 columns of the logits
         "primary": (
             OperatorShape("m4", LOGPROB_4, {"k": QWEN3_8B.hidden, "n": _PADDED, "weight_rows": 256}, (27,), (3,)),
@@ -127,7 +127,7 @@ SHAPES: dict[str, dict[Tier, tuple[OperatorShape, ...]]] = {
         ),
     },
     "logp": {
-        "short": (OperatorShape("ws1", WS1, _TWO_TILES, (16, 31, 32, 33, 65, 257), (1, 7, 16)),),
+        "short": (OperatorShape("ws1", WS1, _TWO_TILES, (33, 65), (1, 16)),),
         "primary": (
             OperatorShape("m4", LOGPROB_4, _VOCABULARY, (27,), (3,)),
             OperatorShape("m27", LOGPROB_27, _VOCABULARY, (33,), (1,)),
@@ -135,8 +135,8 @@ SHAPES: dict[str, dict[Tier, tuple[OperatorShape, ...]]] = {
     },
     "batch_invariant_logp": {
         "short": (
-            OperatorShape("ws1", WS1, {"hidden": TINY.hidden, "weight_rows": 2048, **_TWO_TILES}, (16, 33, 65), (1, 16)),
-            _long({"hidden": TINY.hidden, "weight_rows": TINY.padded_vocab(), **_TINY_VOCABULARY}),
+            OperatorShape("ws1", WS1, {"hidden": TINY.hidden, "weight_rows": 1600, **_TWO_TILES}, (33, 65), (1,)),
+            _long({"hidden": TINY.hidden, "weight_rows": 300, **_TINY_VOCABULARY}),
         ),
         "primary": (OperatorShape("m4", LOGPROB_4, {"hidden": QWEN3_8B.hidden, "weight_rows": 256, **_VOCABULARY}, (27,), (3,)),),
     },
@@ -147,12 +147,22 @@ SHAPES: dict[str, dict[Tier, tuple[OperatorShape, ...]]] = {
 }
 
 
-def shape(name: str, tier: Tier, shape_name: str) -> OperatorShape:
+def shape(name: str, shape_name: str) -> OperatorShape:
     """Shape of an operator by name; raises ContractError for an unknown one."""
-    for found in SHAPES[operator(name).name][tier]:
-        if found.name == shape_name:
-            return found
-    raise ContractError(f"{name} has no shape {shape_name!r} in tier {tier}: use one of {', '.join(s.name for s in SHAPES[name][tier])}")
+    shapes = {s.name: s for tier in TIERS for s in SHAPES[operator(name).name][tier]}
+    if shape_name not in shapes:
+        raise ContractError(f"{name} has no shape {shape_name!r}: use one of {', '.join(shapes)}")
+    return shapes[shape_name]
+
+
+def judged_shapes(name: str, tier: Tier) -> tuple[tuple[str, OperatorShape], ...]:
+    """(operator, shape) that a cell of operator ``name`` judges: its own shapes of the tier, and the short ones of its dependencies.
+
+    A dependency, which has cells of its own, is judged among fewer neighbours here.
+    """
+    own = [(name, at) for at in SHAPES[name][tier]]
+    borrowed = [(other, at) for other in dependencies(name) for at in SHAPES[other]["short"]]
+    return (*own, *((other, replace(at, neighbours=(at.batch.packed + 6,), shifts=(1,))) for other, at in borrowed))
 
 
 def compared(name: str, judgment: Judgment) -> tuple[str, ...]:
@@ -166,11 +176,7 @@ def evidence_names(name: str, tier: Tier, judgment: Judgment) -> tuple[str, ...]
 
     Operators that it depends on are judged again in the same cell, at their short shapes.
     """
-    own = [n for s in SHAPES[name][tier] for n in shape_evidence(name, s, judgment)]
-    return (
-        *own,
-        *(n for dependency in dependencies(name) for s in SHAPES[dependency]["short"] for n in shape_evidence(dependency, s, judgment)),
-    )
+    return tuple(n for other, at in judged_shapes(name, tier) for n in shape_evidence(other, at, judgment))
 
 
 def shape_evidence(name: str, at: OperatorShape, judgment: Judgment) -> tuple[str, ...]:

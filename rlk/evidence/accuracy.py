@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rlk.contract.judgments import Judgment, operator, tolerance
@@ -16,24 +18,21 @@ def measure_accuracy(name: str, subject: str, value: str, judgment: Judgment, ca
     """
     allowed = tolerance(subject, judgment, operator(subject).storage(value))
     dtype = str(candidate.dtype).removeprefix("torch.")
-    void = Accuracy(
-        name=name, subject=subject, value=value, dtype=dtype, shape=tuple(candidate.shape), atol=allowed.atol, rtol=allowed.rtol
-    )
-    problem = _problem(candidate, reference)
-    if problem:
-        return void.model_copy(update={"problem": problem})
+    found: dict[str, Any] = {"name": name, "subject": subject, "value": value, "atol": allowed.atol, "rtol": allowed.rtol}
+    found |= {"dtype": dtype, "shape": tuple(candidate.shape), "problem": _problem(candidate, reference)}
+    if found["problem"]:
+        return Accuracy(**found)
     exact = reference.detach().double()
     error = (candidate.detach().double().to(exact.device) - exact).abs()
     size = exact.abs()
     nonzero = size > 0
-    return void.model_copy(
-        update={
-            "elements": exact.numel(),
-            "max_abs": float(error.max()),
-            "max_rel": float((error[nonzero] / size[nonzero]).max()) if bool(nonzero.any()) else 0.0,
-            "worst_excess": float((error - (allowed.atol + allowed.rtol * size)).max()),
-            "reference_bf16_error": float((reference.detach().bfloat16().double() - exact).abs().max()),
-        }
+    return Accuracy(
+        **found,
+        elements=exact.numel(),
+        max_abs=float(error.max()),
+        max_rel=float((error[nonzero] / size[nonzero]).max()) if bool(nonzero.any()) else 0.0,
+        worst_excess=float((error - (allowed.atol + allowed.rtol * size)).max()),
+        reference_bf16_error=float((reference.detach().bfloat16().double() - exact).abs().max()),
     )
 
 

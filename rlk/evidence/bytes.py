@@ -30,14 +30,14 @@ def compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Comparis
     a, b = _flat(actual), _flat(expected)
     a_bytes, b_bytes = (t.view(torch.uint8).reshape(len(t), -1) for t in (a, b))
     differs = a_bytes != b_bytes
-    rows = differs.any(dim=1).nonzero().flatten()
+    rows = torch.empty(0, dtype=torch.int64) if torch.equal(a_bytes, b_bytes) else differs.any(dim=1).nonzero().flatten()
     first, max_ulp = None, None
     if len(rows):
         at = int(rows[0])
         ulps = _ulp_distances(a[rows], b[rows]) if a.is_floating_point() else None
         max_ulp = None if ulps is None else int(ulps.max())
         first = Difference(
-            index=tuple(int(i) for i in torch.unravel_index(rows[0], actual.shape)),
+            index=tuple(int(i) for i in np.unravel_index(at, actual.shape)),
             actual_hex=_hex(a_bytes[at]),
             expected_hex=_hex(b_bytes[at]),
             ulp=None if ulps is None else int(ulps[0]),
