@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 BACKENDS = ("cpu", "triton", "vendor")
+Backends = Mapping[str, Callable[..., Any]]
 
 
 class BackendUnavailable(RuntimeError):
@@ -33,7 +34,7 @@ _lock = threading.Lock()
 _ran: dict[tuple[str, str, str], int] = {}
 
 
-def select(op: str, table: Mapping[str, Callable[..., Any]], backend: str | None, device: torch.device) -> Callable[..., Any]:
+def select(op: str, table: Backends, backend: str | None, device: torch.device) -> Callable[..., Any]:
     """Return the implementation of ``op``; ``backend=None`` means the declared one of the device (cpu: "cpu", cuda: "triton")."""
     name = backend or ("cpu" if device.type == "cpu" else "triton")
     if name not in BACKENDS:

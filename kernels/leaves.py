@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlk.contract.numerics import is_power_of_two
+from rlk.kernels.checked import check_once
 
 
 def check_leaves(op: str, index: torch.Tensor, offsets: torch.Tensor, rows: int) -> None:
@@ -16,8 +17,18 @@ def check_leaves(op: str, index: torch.Tensor, offsets: torch.Tensor, rows: int)
     if index.dtype != torch.int64 or offsets.dtype != torch.int64 or index.ndim != 1 or offsets.ndim != 1:
         shapes = f"leaf_index {tuple(index.shape)} {index.dtype} and leaf_offsets {tuple(offsets.shape)} {offsets.dtype}"
         raise ValueError(f"{op}: {shapes} must be int64 vectors")
+    if index.device != offsets.device:
+        raise ValueError(f"{op}: leaf_index is on {index.device} and leaf_offsets on {offsets.device}: move both to the tokens' device")
+    check_once(offsets, ("leaf_offsets", index.numel()), lambda: _check_offsets(op, index, offsets))
+    check_once(index, ("leaf_index", rows), lambda: _check_index(op, index, rows))
+
+
+def _check_offsets(op: str, index: torch.Tensor, offsets: torch.Tensor) -> None:
     edges = offsets.tolist()
     if not is_power_of_two(len(edges) - 1) or edges[0] != 0 or edges[-1] != index.numel() or edges != sorted(edges):
-        raise ValueError(f"{op}: leaf_offsets {edges} must ascend from 0 to {index.numel()} over a power of two of leaves")
+        raise ValueError(f"{op}: leaf_offsets {edges} must ascend from 0 to {index.numel()} over a power-of-two number of leaves")
+
+
+def _check_index(op: str, index: torch.Tensor, rows: int) -> None:
     if index.numel() and (int(index.min()) < -1 or int(index.max()) >= rows):
         raise ValueError(f"{op}: leaf_index holds rows {int(index.min())}…{int(index.max())}, only -1…{rows - 1} exist")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlk.kernels._triton import TritonSource
 from rlk.kernels.attention.cpu import LIBRARY as ATTENTION
 from rlk.kernels.batch_invariant_logp.cpu import LIBRARY as BATCH_INVARIANT_LOGP
 from rlk.kernels.det_gemm.cpu import LIBRARY as DET_GEMM
@@ -27,6 +28,13 @@ _OPERATORS = {
 }
 
 
+_TRITON = {TritonSource(library.op): operators for library, operators in _OPERATORS.items()}
+
+
 def declared_kernels() -> dict[str, tuple[str, ...]]:
-    """Kernel id → operators that may report it on this machine. Ids are computed from source, flags, compiler and CPU; nothing is built."""
-    return {library.kernel_id: operators for library, operators in _OPERATORS.items()}
+    """Kernel id → operators that may report it on this machine. Nothing is built.
+
+    CPU ids are computed from source, flags, compiler and CPU, Triton ids from source and options; operators share the same sources in both.
+    """
+    cpu = {library.kernel_id: operators for library, operators in _OPERATORS.items()}
+    return cpu | {source.kernel_id: operators for source, operators in _TRITON.items() if source.files}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from rlk.contract.numerics import is_power_of_two
+from rlk.kernels._triton import from_triton
 from rlk.kernels.det_gemm import cpu
-from rlk.kernels.dispatch import select
+from rlk.kernels.dispatch import Backends, select
+from rlk.kernels.leaves import check_leaves
 
-_FORWARD = {"cpu": cpu.det_gemm}
-_INPUT_PART = {"cpu": cpu.det_gemm_input_part}
-_WEIGHT_GRAD = {"cpu": cpu.det_gemm_weight_grad}
+_FORWARD: Backends = {"cpu": cpu.det_gemm, "triton": from_triton("det_gemm", "det_gemm")}
+_INPUT_PART: Backends = {"cpu": cpu.det_gemm_input_part, "triton": from_triton("det_gemm", "det_gemm_input_part")}
+_WEIGHT_GRAD: Backends = {"cpu": cpu.det_gemm_weight_grad, "triton": from_triton("det_gemm", "det_gemm_weight_grad")}
 
 
 def check_product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, grad_splits: int) -> None:
@@ -38,13 +40,7 @@ def check_weight_grad(op: str, x: torch.Tensor, dy: torch.Tensor, leaf_index: to
         raise ValueError(f"{op}: x {x.dtype} and dy {dy.dtype} must both be bf16")
     if x.dim() != 2 or dy.dim() != 2 or x.shape[0] != dy.shape[0]:
         raise ValueError(f"{op}: x {tuple(x.shape)} and dy {tuple(dy.shape)} must be [T, K] and [T, N]")
-    if leaf_index.dtype != torch.int64 or leaf_offsets.dtype != torch.int64 or leaf_index.dim() != 1 or leaf_offsets.dim() != 1:
-        raise ValueError(f"{op}: leaf_index and leaf_offsets must be one-dimensional int64 tensors, as token_leaves gives them")
-    offsets = leaf_offsets.tolist()
-    if not is_power_of_two(len(offsets) - 1) or offsets[0] != 0 or offsets[-1] != leaf_index.numel() or offsets != sorted(offsets):
-        raise ValueError(f"{op}: leaf_offsets {offsets} must rise from 0 to {leaf_index.numel()} over a power-of-two number of leaves")
-    if leaf_index.numel() and not -1 <= int(leaf_index.min()) <= int(leaf_index.max()) < x.shape[0]:
-        raise ValueError(f"{op}: leaf_index must hold rows 0…{x.shape[0] - 1} or -1 for fill")
+    check_leaves(op, leaf_index, leaf_offsets, x.shape[0])
 
 
 def det_gemm(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from rlk.kernels.dispatch import select
+from rlk.kernels._triton import from_triton
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.embedding import cpu
 from rlk.kernels.leaves import check_leaves
 
-_FORWARD = {"cpu": cpu.embedding}
-_WEIGHT_GRAD = {"cpu": cpu.weight_grad}
+_FORWARD: Backends = {"cpu": cpu.embedding, "triton": from_triton("embedding", "embedding")}
+_WEIGHT_GRAD: Backends = {"cpu": cpu.weight_grad, "triton": from_triton("embedding", "weight_grad")}
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_size: int, *, backend: str | None = None) -> torch.Tensor:

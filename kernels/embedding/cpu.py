@@ -11,7 +11,7 @@ from rlk.kernels._native import NativeLibrary
 LIBRARY = NativeLibrary("embedding", Path(__file__).with_name("embedding.cpp"))
 
 
-def _check_ids(ids: torch.Tensor, size: int, named: torch.Tensor | None = None) -> None:
+def check_ids(ids: torch.Tensor, size: int, named: torch.Tensor | None = None) -> None:
     """Raise for the first id outside [0, size) among all positions, or among those in ``named``."""
     outside = (ids < 0) | (ids >= size)
     bad = outside.nonzero()[:, 0] if named is None else named[outside[named]]
@@ -22,7 +22,7 @@ def _check_ids(ids: torch.Tensor, size: int, named: torch.Tensor | None = None) 
 
 @torch.library.custom_op("rlk::embedding", mutates_args=(), device_types="cpu")
 def embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    _check_ids(ids, vocab_size)
+    check_ids(ids, vocab_size)
     tokens, width = ids.numel(), weight.shape[1]
     y = weight.new_empty(tokens, width)
     LIBRARY.call("embedding_forward", ids.contiguous(), weight.contiguous(), y, tokens, width)
@@ -44,7 +44,7 @@ embedding.register_autograd(_backward)
 def weight_grad(ids: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
     at = (index >= 0).nonzero()[:, 0]
     token, leaf = index[at], torch.searchsorted(offsets[1:], at, right=True)
-    _check_ids(ids, rows, token)
+    check_ids(ids, rows, token)
     used, order = torch.sort(ids[token], stable=True)
     run_ids, counts = torch.unique_consecutive(used, return_counts=True)
     begin = torch.cat((counts.new_zeros(1), counts.cumsum(0)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from rlk.kernels.dispatch import select
+from rlk.kernels._triton import from_triton
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.pack import cpu
 
-_PACK = {"cpu": cpu.pack}
-_UNPACK = {"cpu": cpu.unpack}
+_PACK: Backends = {"cpu": cpu.pack, "triton": from_triton("pack", "pack")}
+_UNPACK: Backends = {"cpu": cpu.unpack, "triton": from_triton("pack", "unpack")}
 
 
 def pack(x: torch.Tensor, mask: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:

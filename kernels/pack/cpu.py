@@ -11,9 +11,15 @@ from rlk.kernels._native import NativeLibrary
 LIBRARY = NativeLibrary("pack", Path(__file__).with_name("pack.cpp"))
 
 
-def _rows(mask: torch.Tensor) -> torch.Tensor:
+def true_rows(mask: torch.Tensor) -> torch.Tensor:
     """Row numbers b·S + s of the true places, ascending."""
     return mask.flatten().nonzero()[:, 0]
+
+
+def require_fits(x: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise ValueError unless x has one row per true place."""
+    if rows.numel() != x.shape[0]:
+        raise ValueError(f"unpack: {x.shape[0]} rows for {rows.numel()} true places of the mask: use the mask that packed them")
 
 
 def _row_bytes(x: torch.Tensor, dims: int) -> int:
@@ -22,7 +28,7 @@ def _row_bytes(x: torch.Tensor, dims: int) -> int:
 
 @torch.library.custom_op("rlk::pack", mutates_args=(), device_types="cpu")
 def pack(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    rows = _rows(mask)
+    rows = true_rows(mask)
     y = x.new_empty(rows.numel(), *x.shape[2:])
     LIBRARY.call("pack_rows", x.contiguous(), rows, y, rows.numel(), _row_bytes(x, 2))
     return y
@@ -35,9 +41,8 @@ def _(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("rlk::unpack", mutates_args=(), device_types="cpu")
 def unpack(x: torch.Tensor, mask: torch.Tensor, fill: torch.types.Number) -> torch.Tensor:
-    rows = _rows(mask)
-    if rows.numel() != x.shape[0]:
-        raise ValueError(f"unpack: {x.shape[0]} rows for {rows.numel()} true places of the mask: use the mask that packed them")
+    rows = true_rows(mask)
+    require_fits(x, rows)
     y = x.new_full((*mask.shape, *x.shape[1:]), fill)
     LIBRARY.call("unpack_rows", x.contiguous(), rows, y, rows.numel(), _row_bytes(x, 1), op="pack.unpack")
     return y

@@ -6,12 +6,13 @@ import torch
 
 from rlk.contract.numerics import is_power_of_two
 from rlk.contract.orders import fold_pairs
-from rlk.kernels.dispatch import select
+from rlk.kernels._triton import from_triton
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.leaves import check_leaves
 from rlk.kernels.qk_norm import cpu
 
-_FORWARD = {"cpu": cpu.qk_norm}
-_GAMMA_GRAD = {"cpu": cpu.shard_gamma_grads}
+_FORWARD: Backends = {"cpu": cpu.qk_norm, "triton": from_triton("qk_norm", "qk_norm")}
+_GAMMA_GRAD: Backends = {"cpu": cpu.shard_gamma_grads, "triton": from_triton("qk_norm", "shard_gamma_grads")}
 
 
 def qk_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float, *, backend: str | None = None) -> torch.Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from rlk.kernels.dispatch import select
+from rlk.kernels._triton import from_triton
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.leaves import check_leaves
 from rlk.kernels.rms_norm import cpu
 
-_FORWARD = {"cpu": cpu.rms_norm}
-_GAMMA_GRAD = {"cpu": cpu.gamma_grad}
+_FORWARD: Backends = {"cpu": cpu.rms_norm, "triton": from_triton("rms_norm", "rms_norm")}
+_GAMMA_GRAD: Backends = {"cpu": cpu.gamma_grad, "triton": from_triton("rms_norm", "gamma_grad")}
 
 
 def rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float, *, backend: str | None = None) -> torch.Tensor:

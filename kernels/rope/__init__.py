@@ -8,10 +8,11 @@ import struct
 
 import torch
 
-from rlk.kernels.dispatch import select
+from rlk.kernels._triton import from_triton
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.rope import cpu
 
-_FORWARD = {"cpu": cpu.rope}
+_FORWARD: Backends = {"cpu": cpu.rope, "triton": from_triton("rope", "rope")}
 
 
 @functools.lru_cache(maxsize=8)

@@ -17,14 +17,19 @@ def build_table(inv_freq: torch.Tensor, max_positions: int) -> torch.Tensor:
     return table
 
 
-def _rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
-    length = table.shape[1]
+def check_positions(positions: torch.Tensor, length: int) -> None:
+    """Raise IndexError for the first position outside a table of ``length`` positions."""
     outside = ((positions < 0) | (positions >= length)).nonzero()
     if outside.numel():
         row = int(outside[0])
         raise IndexError(
             f"rope: position {int(positions[row])} of token {row} is outside the table of {length} positions: build a longer table"
         )
+
+
+def _rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool) -> torch.Tensor:
+    length = table.shape[1]
+    check_positions(positions, length)
     tokens, heads, dim = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     op = "rope.backward" if inverse else "rope"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from rlk.kernels.dispatch import select
+from rlk.kernels._triton import from_triton
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.silu import cpu
 
-_FORWARD = {"cpu": cpu.silu}
+_FORWARD: Backends = {"cpu": cpu.silu, "triton": from_triton("silu", "silu")}
 
 
 def silu(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:

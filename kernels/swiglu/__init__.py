@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from rlk.kernels.dispatch import select
+from rlk.kernels._triton import from_triton
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.swiglu import cpu
 
-_FORWARD = {"cpu": cpu.swiglu}
+_FORWARD: Backends = {"cpu": cpu.swiglu, "triton": from_triton("swiglu", "swiglu")}
 
 
 def swiglu(gate_up: torch.Tensor, shards: int = 8, *, backend: str | None = None) -> torch.Tensor:

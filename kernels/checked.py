@@ -1,0 +1,41 @@
+"""Facts about a tensor's values that make the host wait for the device: learned once per tensor and content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+T = TypeVar("T")
+
+_known = WeakIdKeyDictionary()  # tensor → (version, {facts: value})
+
+
+def remembered(tensor: torch.Tensor, facts: Hashable, compute: Callable[[], T]) -> T:
+    """compute(), which reads the values of ``tensor`` and whatever ``facts`` names, or on a card what it gave before.
+
+    It is computed again once torch has written to the tensor. Inference tensors carry no version: each tensor object is read once.
+    """
+    if not tensor.is_cuda:
+        return compute()
+    version = None if tensor.is_inference() else tensor._version
+    known = _known.get(tensor)
+    if known is None or known[0] != version:
+        known = _known[tensor] = (version, {})
+    values: dict[Hashable, T] = known[1]
+    if facts not in values:
+        values[facts] = compute()
+    return values[facts]
+
+
+def check_once(tensor: torch.Tensor, facts: Hashable, check: Callable[[], None]) -> None:
+    """Run ``check``, which raises if the values of ``tensor`` are wrong, unless it passed before.
+
+    None runs while a graph is captured, where the host must not wait. Kernels therefore never read or write outside their operands
+    whatever the values are.
+    """
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    remembered(tensor, facts, check)

@@ -1,0 +1,309 @@
+"""Triton backend of det_gemm: one fp32 accumulator per leaf, fed by a chain of matrix instructions in ascending k.
+
+The instruction adds a group of 16 products at once whatever the tile, so every tile gives the same bytes as long as a leaf starts a new
+accumulator and its tail is filled with +0. Leaves are joined by the tree of adjacent pairs, in registers or, where there are few rows,
+from an fp32 workspace that separate programs filled.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rlk.kernels._triton import TritonSource
+from rlk.kernels._triton.fold import fold_leaves
+from rlk.kernels._triton.launch import platform, processors
+from rlk.kernels._triton.numerics import with_quiet_nan
+from rlk.kernels.det_gemm.cpu import det_gemm, det_gemm_input_grad
+from rlk.kernels.det_gemm.triton_tiles import Tile, product_tile, token_tile
+
+SOURCE = TritonSource("det_gemm")
+
+_BAND = tl.constexpr(8)  # tiles of rows that share columns before the next columns: both operands stay in the second-level cache
+
+
+@triton.jit
+def _place(tile, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(row, column) of the first element of output tile number ``tile``."""
+    down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    band = tile // (_BAND * across)
+    height = min(down - band * _BAND, _BAND)
+    inside = tile % (_BAND * across)
+    return (band * _BAND + inside % height) * ROWS, inside // height * COLUMNS
+
+
+@triton.jit
+def _store(out, value, row, column, rows, columns):
+    to = out + row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(to, with_quiet_nan(value, out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _leaf(
+    a, b, row, column, first, depth, rows, columns, a_row, b_column, b_depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    k = tl.arange(0, DEPTH)
+    a_at = a + row[:, None].to(tl.int64) * a_row + (first + k)[None, :]
+    b_at = b + column[None, :].to(tl.int64) * b_column + (first + k)[:, None].to(tl.int64) * b_depth
+    a_inside, b_inside = (row < rows)[:, None], (column < columns)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, depth, DEPTH):
+        if WHOLE:
+            x, y = tl.load(a_at, mask=a_inside, other=0.0), tl.load(b_at, mask=b_inside, other=0.0)
+        else:
+            within = start + k < depth
+            x = tl.load(a_at, mask=a_inside & within[None, :], other=0.0)
+            y = tl.load(b_at, mask=b_inside & within[:, None], other=0.0)
+        total = tl.dot(x, y, total)
+        a_at += DEPTH
+        b_at += DEPTH * b_depth
+    return total
+
+
+@triton.jit
+def _leaves(
+    a, b, row, column, first, depth, rows, columns, a_row, b_column, b_depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr, LEAVES: tl.constexpr,
+):  # fmt: skip
+    """Pair tree over LEAVES leaves of ``depth`` from position ``first``: one loop per leaf, so that each is pipelined."""
+    if LEAVES == 1:
+        return _leaf(
+            a, b, row, column, first, depth, rows, columns, a_row, b_column, b_depth, ROWS, COLUMNS, DEPTH, WHOLE,
+        )  # fmt: skip
+    else:  # noqa: RET505
+        half: tl.constexpr = LEAVES // 2
+        left = _leaves(
+            a, b, row, column, first, depth, rows, columns, a_row, b_column, b_depth, ROWS, COLUMNS, DEPTH, WHOLE, half,
+        )  # fmt: skip
+        right = _leaves(
+            a, b, row, column, first + half * depth, depth, rows, columns, a_row, b_column, b_depth, ROWS, COLUMNS, DEPTH, WHOLE, half,
+        )  # fmt: skip
+        return left + right
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product(
+    a, b, out, rows, columns, depth, a_row, b_column, b_depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr, LEAVES: tl.constexpr,
+):  # fmt: skip
+    """out[part] = pair tree of leaves part·LEAVES … of a·bᵀ; a: [rows, k] with unit stride along k, b: any strides."""
+    first_row, first_column = _place(tl.program_id(0), rows, columns, ROWS, COLUMNS)
+    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    total = _leaves(
+        a, b, row, column, part * LEAVES * depth, depth, rows, columns, a_row, b_column, b_depth, ROWS, COLUMNS, DEPTH, WHOLE, LEAVES,
+    )  # fmt: skip
+    _store(out + part.to(tl.int64) * rows * columns, total, row, column, rows, columns)
+
+
+@triton.jit
+def _park(desk, value):
+    """Put a finished subtree down in the program's own fp32 workspace, so that registers are left for the leaf under way."""
+    tl.debug_barrier()
+    tl.store(desk, value)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _described_leaves(
+    a, b, desk, row, column, first, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr,
+):  # fmt: skip
+    if LEAVES == 1:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in range(first, first + depth, DEPTH):
+            x = a.load([row, k])
+            y = b.load([k, column]) if TRANSPOSED else b.load([column, k]).T
+            total = tl.dot(x, y, total)
+        return total
+    else:  # noqa: RET505
+        half: tl.constexpr = LEAVES // 2
+        next_desk = desk + ROWS * COLUMNS
+        middle = first + half * depth
+        left = _described_leaves(a, b, next_desk, row, column, first, depth, ROWS, COLUMNS, DEPTH, TRANSPOSED, half, PARK)
+        if LEAVES >= PARK:
+            _park(desk, left)
+        right = _described_leaves(a, b, next_desk, row, column, middle, depth, ROWS, COLUMNS, DEPTH, TRANSPOSED, half, PARK)
+        if LEAVES >= PARK:
+            left = tl.load(desk)
+        return left + right
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _described_product(
+    a, b, out, desks, rows, columns, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr,
+):  # fmt: skip
+    """_product through tensor descriptors, for leaves of whole tiles; b is [columns, k], or [k, columns] when transposed."""
+    desk = _desk(desks, ROWS, COLUMNS, LEAVES, PARK)
+    tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column = _place(tile, rows, columns, ROWS, COLUMNS)
+        total = _described_leaves(a, b, desk, row, column, 0, depth, ROWS, COLUMNS, DEPTH, TRANSPOSED, LEAVES, PARK)
+        _store(out, total, row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS), rows, columns)
+
+
+@triton.jit
+def _desk(desks, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr):
+    """The first of this program's workspace tiles, one per level of the tree at which it parks."""
+    element = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return desks + tl.program_id(0) * (LEAVES // PARK * ROWS * COLUMNS) + element
+
+
+@triton.jit
+def _token_leaves(
+    dy, x, index, offsets, desk, row, column, rows, columns, dy_token, x_token,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FIRST: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr,
+):  # fmt: skip
+    if LEAVES == 1:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        last = tl.load(offsets + FIRST + 1)
+        for start in range(tl.load(offsets + FIRST), last, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            token = tl.load(index + at, mask=at < last, other=-1)
+            real = (token >= 0)[:, None]
+            grad = tl.load(dy + token[:, None] * dy_token + row[None, :], mask=real & (row < rows)[None, :], other=0.0)
+            value = tl.load(x + token[:, None] * x_token + column[None, :], mask=real & (column < columns)[None, :], other=0.0)
+            total = tl.dot(grad.T, value, total)
+        return total
+    else:  # noqa: RET505
+        half: tl.constexpr = LEAVES // 2
+        next_desk = desk + ROWS * COLUMNS
+        left = _token_leaves(
+            dy, x, index, offsets, next_desk, row, column, rows, columns, dy_token, x_token, ROWS, COLUMNS, DEPTH, FIRST, half, PARK,
+        )  # fmt: skip
+        if LEAVES >= PARK:
+            _park(desk, left)
+        right = _token_leaves(
+            dy, x, index, offsets, next_desk, row, column, rows, columns, dy_token, x_token,
+            ROWS, COLUMNS, DEPTH, FIRST + half, half, PARK,
+        )  # fmt: skip
+        if LEAVES >= PARK:
+            left = tl.load(desk)
+        return left + right
+
+
+@triton.jit
+def _token_product(
+    dy, x, index, offsets, out, desks, rows, columns, dy_token, x_token,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr,
+):  # fmt: skip
+    """out[rows, columns] = dyᵀ·x in token order. Leaves start and end at whole groups, so a tile of tokens past a leaf's end is +0."""
+    desk = _desk(desks, ROWS, COLUMNS, LEAVES, PARK)
+    tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        first_row, first_column = _place(tile, rows, columns, ROWS, COLUMNS)
+        row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+        total = _token_leaves(
+            dy, x, index, offsets, desk, row, column, rows, columns, dy_token, x_token, ROWS, COLUMNS, DEPTH, 0, LEAVES, PARK,
+        )  # fmt: skip
+        _store(out, total, row, column, rows, columns)
+
+
+def contract(op: str, a: torch.Tensor, b: torch.Tensor, transposed: bool, splits: int, out: torch.Tensor, tile: Tile, whole: bool) -> None:
+    """out = a·bᵀ (a·b when transposed), contracted in ``splits`` leaves, with a given tile. ``whole``: a program joins all leaves."""
+    rows, columns = out.shape
+    depth = a.shape[1] // splits
+    whole_tiles = depth % tile.depth == 0
+    if tile.descriptors and whole and whole_tiles and _describable(a) and _describable(b):
+        block = (tile.depth, tile.columns) if transposed else (tile.columns, tile.depth)
+        operands = TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]), TensorDescriptor.from_tensor(b, list(block))
+        programs, desks, shape = _going_on(out, tile, splits)
+        SOURCE.launch(
+            _described_product, programs, *operands, out, desks, rows, columns, depth, op=op, TRANSPOSED=transposed, **shape
+        )  # fmt: skip
+        return
+    parts = out if whole else out.new_empty(splits, rows, columns, dtype=torch.float32)
+    strides = (b.stride(1), b.stride(0)) if transposed else b.stride()
+    grid = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), 1 if whole else splits
+    SOURCE.launch(
+        _product, grid, a, b, parts, rows, columns, depth, a.stride(0), *strides, op=op, warps=tile.warps, stages=tile.stages,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, WHOLE=whole_tiles, LEAVES=splits if whole else 1,
+    )  # fmt: skip
+    if not whole:
+        fold_leaves(SOURCE, parts, out)
+
+
+def _going_on(out: torch.Tensor, tile: Tile, leaves: int) -> tuple[tuple[int], torch.Tensor, dict[str, int]]:
+    """Grid, workspace and constants of a kernel whose programs go on from output tile to output tile."""
+    tiles = triton.cdiv(out.shape[0], tile.rows) * triton.cdiv(out.shape[1], tile.columns)
+    programs = min(tiles, tile.resident * processors(out.device))
+    park = tile.park or 2 * leaves
+    desks = out.new_empty(programs, leaves // park, tile.rows, tile.columns, dtype=torch.float32)
+    shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "LEAVES": leaves, "PARK": park}
+    return (programs,), desks, {**shape, "warps": tile.warps, "stages": tile.stages}
+
+
+def _describable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can read x: 16-byte aligned rows."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with unit stride along its rows; a slice of columns stays where it is."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """x·wᵀ: [T, K] and [N, K] to [T, N], contracted over K in ``splits`` leaves."""
+    out = x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
+    tile, whole = product_tile(platform(), x.shape[0], x.shape[1] // splits, splits)
+    contract(op, _contiguous_rows(x), _contiguous_rows(w), False, splits, out, tile, whole)
+    return out
+
+
+def input_grad(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """dy·w: [T, N] and [N, K] to [T, K], contracted over N in ``splits`` leaves."""
+    out = w.new_empty(dy.shape[0], w.shape[1], dtype=out_dtype)
+    tile, whole = product_tile(platform(), dy.shape[0], dy.shape[1] // splits, splits)
+    contract(op, _contiguous_rows(dy.to(w.dtype)), _contiguous_rows(w), True, splits, out, tile, whole)
+    return out
+
+
+def weight_grad(
+    op: str, x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, tile: Tile | None = None
+) -> torch.Tensor:
+    """dyᵀ·x: [T, K] and [T, N] to [N, K] fp32, contracted over tokens in leaf order."""
+    x, dy, tile = _contiguous_rows(x), _contiguous_rows(dy), tile or token_tile(platform())
+    rows, columns = dy.shape[1], x.shape[1]
+    out = x.new_empty(rows, columns, dtype=torch.float32)
+    grid, desks, shape = _going_on(out, tile, offsets.numel() - 1)
+    operands = dy, x, index.contiguous(), offsets.contiguous(), out, desks
+    SOURCE.launch(_token_product, grid, *operands, rows, columns, dy.stride(0), x.stride(0), op=op, **shape)
+    return out
+
+
+@det_gemm.register_kernel("cuda")
+def _(x: torch.Tensor, w: torch.Tensor, splits: int, grad_splits: int, out_dtype: torch.dtype) -> torch.Tensor:
+    return product("det_gemm", x, w, splits, out_dtype)
+
+
+@det_gemm_input_grad.register_kernel("cuda")
+def _(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
+    return input_grad("det_gemm.input_grad", dy, w, splits)
+
+
+def det_gemm_input_part(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
+    return input_grad("det_gemm.input_grad", dy, w, splits, torch.float32)
+
+
+def det_gemm_weight_grad(x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return weight_grad("det_gemm.weight_grad", x, dy, index, offsets)
+
+
+def examples() -> None:
+    """Calls for the ahead-of-time harness: linear layers of Qwen3-8B at few and many rows in each order, a depth that fits no tile."""
+    with torch.device("meta"):
+        make = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
+        for rows in (1, 32, 64, 128, 2048):
+            product("det_gemm", make(rows, 4096), make(6144, 4096), 1, torch.bfloat16)
+            product("det_gemm", make(rows, 12288), make(4096, 12288), 8, torch.bfloat16)
+        input_grad("det_gemm.input_grad", make(2048, 4096), make(4096, 12288), 1)
+        input_grad("det_gemm.input_grad", make(2048, 24576), make(24576, 4096), 8)
+        product("det_gemm", make(59, 72), make(40, 72), 1, torch.float32)
+        index, offsets = torch.empty(4096, dtype=torch.int64), torch.empty(9, dtype=torch.int64)
+        det_gemm_weight_grad(make(4096, 4096), make(4096, 6144), index, offsets)

@@ -1,0 +1,73 @@
+"""Tiles of the Triton det_gemm, by shape. Every row gives the same bytes: a tile only says which program computes an element, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of the output and depth of the contraction that one program holds at a time; its warps and pipeline stages.
+
+    descriptors: operands come through the card's tensor copy engine. park: finished subtrees of half as many leaves or more wait in an
+    fp32 workspace (0: all in registers). resident: programs that a multiprocessor holds, where programs go on from tile to tile.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    descriptors: bool = False
+    park: int = 0
+    resident: int = 1
+
+
+# (at most this many rows of output, tile), the first that fits.
+_CUDA_PLAIN = (
+    (16, Tile(16, 32, 256, 4, 3)),
+    (32, Tile(32, 32, 256, 4, 3)),
+    (64, Tile(64, 32, 128, 4, 4)),
+    (128, Tile(128, 64, 64, 4, 4)),
+    (512, Tile(128, 128, 64, 8, 4, descriptors=True)),
+    (None, Tile(128, 256, 64, 8, 3, descriptors=True)),
+)
+_CUDA_SPLIT = (
+    (16, Tile(16, 64, 128, 4, 3)),
+    (64, Tile(64, 64, 64, 4, 4)),
+    (IN_REGISTERS := 128, Tile(128, 64, 64, 4, 4)),
+    (None, Tile(128, 128, 64, 8, 3, descriptors=True, park=4)),
+)
+_HIP_PLAIN = (
+    (16, Tile(16, 32, 128, 4, 2)),
+    (64, Tile(64, 64, 64, 4, 2)),
+    (None, Tile(128, 128, 64, 8, 2)),
+)
+_HIP_SPLIT = (
+    (16, Tile(16, 64, 128, 4, 2)),
+    (None, Tile(64, 64, 64, 4, 2)),
+)
+_TABLES = {("cuda", False): _CUDA_PLAIN, ("cuda", True): _CUDA_SPLIT, ("hip", False): _HIP_PLAIN, ("hip", True): _HIP_SPLIT}
+_TOKENS = {"cuda": Tile(128, 128, 32, 8, 3, park=4), "hip": Tile(64, 64, 32, 4, 2)}
+
+MOST_LEAVES = 8
+"""Leaves that one program joins in registers, at most."""
+_LEAST_DEPTH = 64
+
+
+def product_tile(platform: str, rows: int, depth: int, leaves: int) -> tuple[Tile, bool]:
+    """Tile of x·wᵀ or dy·w with ``rows`` rows and ``leaves`` leaves of ``depth``, and whether a program joins all leaves in registers.
+
+    Otherwise separate programs compute the leaves, which keeps the card busy when there are few rows.
+    """
+    table = _TABLES[platform, leaves > 1]
+    tile = next(tile for most, tile in table if most is None or rows <= most)
+    fitting = tile.depth
+    while fitting > _LEAST_DEPTH and depth % fitting:
+        fitting //= 2
+    return replace(tile, depth=fitting), leaves <= MOST_LEAVES and (leaves == 1 or rows > IN_REGISTERS)
+
+
+def token_tile(platform: str) -> Tile:
+    """Tile of a weight gradient; its depth counts tokens."""
+    return _TOKENS[platform]

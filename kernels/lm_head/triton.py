@@ -1,0 +1,35 @@
+"""Triton backend of lm_head: det_gemm's kernels under lm_head's name."""
+
+from __future__ import annotations
+
+import torch
+
+from rlk.kernels.det_gemm.triton import input_grad, product, weight_grad
+from rlk.kernels.lm_head.cpu import lm_head, lm_head_input_grad
+
+
+@lm_head.register_kernel("cuda")
+def _(h: torch.Tensor, w: torch.Tensor, grad_splits: int) -> torch.Tensor:
+    return product("lm_head", h, w, 1, torch.float32)
+
+
+@lm_head_input_grad.register_kernel("cuda")
+def _(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
+    return input_grad("lm_head.input_grad", dy, w, splits)
+
+
+def lm_head_input_part(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
+    return input_grad("lm_head.input_grad", dy, w, splits, torch.float32)
+
+
+def lm_head_weight_grad(h: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return weight_grad("lm_head.weight_grad", h, dy, index, offsets)
+
+
+def examples() -> None:
+    """Calls for the ahead-of-time harness: the head of Qwen3-8B at one row and at many, and its input gradient."""
+    with torch.device("meta"):
+        w = torch.empty(152576, 4096, dtype=torch.bfloat16)
+        for rows in (1, 2048):
+            product("lm_head", torch.empty(rows, 4096, dtype=torch.bfloat16), w, 1, torch.float32)
+        input_grad("lm_head.input_grad", torch.empty(2048, 152576, dtype=torch.bfloat16), w, 8)
