@@ -13,7 +13,7 @@ from rlk.acceptance.cell import Cell, Platform
 from rlk.acceptance.judge import conclude
 from rlk.acceptance.waivers import load_waivers
 from rlk.evidence.environment import freeze
-from rlk.evidence.provenance import Provenance, read_provenance
+from rlk.evidence.provenance import MANIFEST, Provenance, read_provenance
 from rlk.evidence.report import write_report
 from rlk.evidence.rundir import RunDirectory, new_run_id
 from rlk.evidence.schema import CellRecord, Report, SessionFacts, Status, Verdict
@@ -138,7 +138,7 @@ class AcceptanceSession:
         if before.problem:
             trouble.append(before.problem)
         elif before.dirty and not self._allow_dirty:
-            files = ", ".join(before.dirty_files[:3])
+            files = ", ".join(before.dirty_files[:3]) or f"as {MANIFEST} says"
             trouble.append(f"the checkout is dirty ({files}): commit, or pass --allow-dirty for a development run that cannot PASS")
         if before != after:
             trouble.append("the sources changed while the cells ran")

@@ -17,7 +17,7 @@ from rlk.acceptance.judge import conclude, rejudge
 from rlk.acceptance.matrix import enumerate_cells
 from rlk.evidence.report import write_report
 from rlk.evidence.rundir import COMPLETE, RunDirectory, RunDirectoryError, new_run_id
-from rlk.evidence.schema import CellRecord, Report, SessionFacts, Verdict
+from rlk.evidence.schema import CellRecord, Report, SessionFacts, Status, Verdict
 
 OWN_MATRIX = "rlk.acceptance.matrix:enumerate_cells"
 PAGES = ("report.html", "report.md")
@@ -165,7 +165,9 @@ def _agreement(report: Report, records: Sequence[CellRecord]) -> list[str]:
 
 
 def _kernel_ids(report: Report) -> list[str]:
-    ids = {use.kernel_id for record in report.records for use in record.kernels} | set(report.declared_kernels)
+    """A malformed id in a red record is what made it red; in a green one, or among the declared, it is a problem."""
+    green = [record for record in report.records if record.status is Status.PASS]
+    ids = {use.kernel_id for record in green for use in record.kernels} | set(report.declared_kernels)
     return [f"kernel id {kernel_id!r} is not backend:operator:hash" for kernel_id in sorted(ids) if not KERNEL_ID.fullmatch(kernel_id)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -56,23 +57,27 @@ def write_manifest(root: Path, target: Path) -> Manifest:
     seen = _from_git(root)
     if seen.problem:
         raise RuntimeError(seen.problem)
-    manifest = Manifest(sha=seen.sha, dirty=seen.dirty, files={p: _digest(root / p) for p in _tracked(root)})
+    files = [entry[2:] for entry in _git(root, "ls-files", "-v", "-z")]
+    manifest = Manifest(sha=seen.sha, dirty=seen.dirty, files={p: _digest(root / p) for p in files})
     target.write_text(json.dumps(manifest.model_dump(), indent=1, sort_keys=True))
     return manifest
 
 
 def _from_git(root: Path) -> Provenance:
     try:
-        sha = _git(root, "rev-parse", "HEAD").strip()
-        status = _git(root, "status", "--porcelain=v1", "-z", "--untracked-files=all", "--no-renames", "--ignore-submodules=none")
-        files = _tracked(root)
-        tags = _git(root, "ls-files", "-v", "-z").split("\0")
-        others = _git(root, "ls-files", "--others", "-z", "--", ":(glob)*", *_tops(files)).split("\0")
+        options = ("--branch", "--untracked-files=all", "--no-renames", "--ignore-submodules=none")
+        status = _git(root, "status", "--porcelain=v2", "-z", *options)
+        tagged = _git(root, "ls-files", "-v", "-z")
+        files = [entry[2:] for entry in tagged]
+        others = _git(root, "ls-files", "--others", "-z", "--", ":(glob)*", *_tops(files))
     except (OSError, subprocess.CalledProcessError) as error:
         why = str(getattr(error, "stderr", "") or error).strip().splitlines()
         return _unknown("git", f"git cannot tell the commit: {why[0] if why else 'no answer'}")
-    dirty = {entry[3:] for entry in status.split("\0") if len(entry) > 3}
-    dirty |= {entry[2:] for entry in tags if entry and entry[0] != "H"}  # told to git as unchanged, whatever they hold
+    sha = next((entry.split()[2] for entry in status if entry.startswith("# branch.oid ")), "")
+    if not re.fullmatch(r"[0-9a-f]{40,64}", sha):
+        return _unknown("git", "the checkout has no commit yet: commit first")
+    dirty = {_path(entry) for entry in status if not entry.startswith("#")}
+    dirty |= {entry[2:] for entry in tagged if entry[0] != "H"}  # told to git as unchanged, whatever they hold
     dirty |= set(_sources(others))
     return Provenance(
         source="git", sha=sha, dirty=bool(dirty), dirty_files=tuple(sorted(dirty)[:50]), tree_digest=_tree_digest(root, files)
@@ -102,14 +107,18 @@ def _unknown(source: str, problem: str) -> Provenance:
     return Provenance(source=source, sha="", dirty=False, tree_digest="", problem=problem)
 
 
-def _git(root: Path, *arguments: str) -> str:
+def _git(root: Path, *arguments: str) -> list[str]:
+    """Entries of a git command that separates them by NUL. No variable or cache of the user's can point it elsewhere."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments]
-    return subprocess.run(command, cwd=root, env=env, check=True, capture_output=True, text=True).stdout
+    command = ["git", "-c", "core.fsmonitor=false", *arguments]
+    done = subprocess.run(command, cwd=root, env=env, check=True, capture_output=True, text=True, errors="surrogateescape")
+    return [entry for entry in done.stdout.split("\0") if entry]
 
 
-def _tracked(root: Path) -> list[str]:
-    return [p for p in _git(root, "ls-files", "-z").split("\0") if p]
+def _path(entry: str) -> str:
+    """Path of a porcelain v2 entry: ``? path`` if untracked, after 8 fields if changed, after 10 if unmerged."""
+    fields = {"?": 1, "!": 1, "1": 8, "u": 10}[entry[0]]
+    return entry.split(" ", fields)[fields]
 
 
 def _tops(files: Iterable[str]) -> list[str]:

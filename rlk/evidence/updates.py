@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from rlk.evidence.schema import Comparison
 
-_STEP = re.compile(r"\bstep[ _-]?(\d+)\b")
+_STEP = re.compile(r"\b(?:step|update)[ _-]?(\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Update:
     """One update of a run, numbered from 1; None or "" where nothing was recorded.
 
     tokens: response tokens compared between trainer and rollout.
-    mismatched_bytes: over comparisons named ``step N …``, N from 1 (or throughout from 0).
+    mismatched_bytes: over comparisons named ``update N …`` or ``step N …``, N from 1 (or throughout from 0).
     before, after: model hash that generated the samples, and after the optimizer step. published: hash of the written checkpoint.
     read_back: hash that the engine computed from the weights it holds.
     """
@@ -48,15 +48,22 @@ def facts_of(updates: Sequence[Update]) -> dict[str, JsonValue]:
 
 
 def updates_of(facts: Mapping[str, JsonValue], comparisons: Sequence[Comparison]) -> list[Update]:
-    """Read the facts of a run back; also accepts ``model_hashes`` as one hash before the first and after every update."""
+    """Read the facts of a run back.
+
+    Also accepts ``model_hashes`` as one hash before the first and after every update, and ``tokens_compared`` as one number for the
+    run; then the tokens of an update are the elements of its logprob comparisons.
+    """
     rewards, divergences, tokens = (_numbers(facts.get(name)) for name in ("reward_per_step", "kl_per_step", "tokens_compared"))
     hashes = _hashes(facts.get("model_hashes"))
+    named = [(int(found[1]), c) for c in comparisons if (found := _STEP.search(c.name))]
+    first = min((step for step, _ in named), default=1)
     bytes_of: Counter[int] = Counter()
-    for comparison in comparisons:
-        if found := _STEP.search(comparison.name):
-            bytes_of[int(found[1])] += comparison.mismatched_bytes
-    if 0 in bytes_of:
-        bytes_of = Counter({step + 1: n for step, n in bytes_of.items()})
+    logprobs_of: Counter[int] = Counter()
+    for step, comparison in named:
+        bytes_of[step + (first == 0)] += comparison.mismatched_bytes
+        logprobs_of[step + (first == 0)] += comparison.elements if "logprob" in comparison.name else 0
+    if not isinstance(facts.get("tokens_compared"), list):
+        tokens = [float(logprobs_of[step]) or None for step in range(1, max(logprobs_of, default=0) + 1)]
     count = max(len(rewards), len(divergences), len(tokens), len(hashes), *bytes_of, 0)
     return [
         Update(
