@@ -269,9 +269,9 @@ class _Run:
         if metrics["model_hash_before"] != before:
             raise _Stop(f"update {step}: the trainer updated {metrics['model_hash_before']}, the rollout had served {before}")
         if after == before:
-            flat = len(metrics["flat_groups"])
+            flat, groups = len(metrics["flat_groups"]), self.plan.samples // self.plan.group_samples
             raise _Stop(
-                f"update {step} changed no bf16 weight (gradient norm {metrics['grad_norm']:g}, {flat} of {self.plan.prompts} groups with "
+                f"update {step} changed no bf16 weight (gradient norm {metrics['grad_norm']:g}, {flat} of {groups} groups with "
                 f"equal rewards): raise --lr above {metrics['lr']:g}, --group-size or --temperature"
             )
         published: str = train.call("publish", self._weights(version), version)

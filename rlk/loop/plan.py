@@ -86,6 +86,14 @@ class RunPlan(BaseModel):
         """Samples of one update."""
         return self.prompts * self.group_size
 
+    @property
+    def group_samples(self) -> int:
+        """Samples whose rewards are compared with each other: the responses to one prompt.
+
+        Greedy responses to one prompt are equal and would teach nothing, so there it is all samples of the update.
+        """
+        return self.samples if self.sampling.greedy else self.group_size
+
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return self.model_dump(mode="json")
@@ -103,8 +111,8 @@ class RunPlan(BaseModel):
         ]
 
     def group(self, sample_id: int) -> int:
-        """Number of the sample's prompt, over the whole run."""
-        return sample_id // self.group_size
+        """Number of the sample's group, over the whole run."""
+        return sample_id // self.group_samples
 
 
 def sample_seed(run_seed: int, step: int, sample_id: int) -> int:
@@ -157,7 +165,7 @@ def make_plan(profile: Profile) -> RunPlan:
         port=profile.port,
         shortest_prompt=min(lengths),
         longest_prompt=max(lengths),
-        unusable_prompts=_unusable(lengths, sampling.max_tokens, checkpoint.context),
+        unusable_prompts=unusable_prompts(lengths, sampling.max_tokens, checkpoint.context),
     )
 
 
@@ -176,6 +184,7 @@ def describe(plan: RunPlan) -> list[tuple[str, str]]:
         ("sampling", f"{'greedy' if s.greedy else f'temperature {s.temperature:g}'}, {kept}, at most {s.max_tokens} tokens"),
         ("work", f"{plan.steps} updates × {plan.prompts} prompts × {plan.group_size} responses, micro-batches of {plan.micro_batch_size}"),
         ("prompts", f"{plan.shortest_prompt}…{plan.longest_prompt} tokens in a context of {plan.checkpoint.context}"),
+        ("groups", "all responses of an update (greedy ones to a prompt are equal)" if s.greedy else "the responses to a prompt"),
         ("update", f"GRPO, lr {plan.adam.lr:g}, weight decay {plan.adam.weight_decay:g}, KL coefficient {plan.grpo.kl_coef:g}"),
         ("seed", str(plan.seed)),
         ("published weights", f"one version per update, the last {plan.keep_versions} kept"),
@@ -218,7 +227,7 @@ def resolve_checkpoint(model: Path | None, numerics: Numerics = DEFAULT) -> Chec
     )
 
 
-def _unusable(lengths: Sequence[int], response: int, context: int) -> tuple[int, ...]:
+def unusable_prompts(lengths: Sequence[int], response: int, context: int) -> tuple[int, ...]:
     """Numbers of the prompts that leave no room; PlanError if none is usable or a usable one leaves too little for a response."""
     usable = [length for length in lengths if length < context]
     if not usable:

@@ -23,7 +23,7 @@ class StepResult(Record):
     """One update, a line of ``metrics.jsonl``.
 
     weight_version: of the weights that generated and scored. logprob: trainer against rollout over all response tokens, by
-    (sample id, position). flat_groups: prompts whose rewards are all equal; empty_samples: ids without a response token; refused: sample
+    (sample id, position). flat_groups: groups whose rewards are all equal; empty_samples: ids without a response token; refused: sample
     id → why the rollout engine refused it. hash_before, hash_after: the trainer's model; published_version: the version of hash_after.
     rollout, train: (version, hash) that each engine read back after the publication. timings_s: seconds by phase.
     """
