@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +11,9 @@ from datetime import datetime
 
 from pydantic import JsonValue
 
+from rlk.evidence.accuracy import describe_accuracy
 from rlk.evidence.bytes import describe
-from rlk.evidence.schema import CellRecord, Control, MatrixRow, Report, Status
+from rlk.evidence.schema import Accuracy, CellRecord, Control, MatrixRow, Report, Status, Verdict
 from rlk.evidence.updates import Update, total_tokens, updates_of
 
 NOT_SELECTED, UNSUPPORTED = "not selected", "unsupported"
@@ -34,7 +36,10 @@ MEANING = {
 
 @dataclass(frozen=True)
 class Coverage:
-    """Counts of one scope; required = passed + failed + missing + not_selected."""
+    """Counts of one scope; required = passed + failed + missing + not_selected.
+
+    elements: compared byte for byte. measured: elements held against the fp32 reference within a tolerance.
+    """
 
     scope: str
     required: int
@@ -45,6 +50,7 @@ class Coverage:
     unsupported: int
     elements: int
     mismatched_bytes: int
+    measured: int
     expects_mismatch: bool
 
 
@@ -59,7 +65,10 @@ class GridCell:
 
 @dataclass(frozen=True)
 class Grid:
-    """One scope: labels of the rows, columns, and a square for each pair (None where the matrix has no such cell)."""
+    """One scope: labels of the rows, columns, and a square for each pair (None where the matrix has no such cell).
+
+    A row of unsupported cells alone is left out; they are listed with their reasons elsewhere.
+    """
 
     title: str
     columns: list[str]
@@ -112,7 +121,7 @@ class View:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.verdict = report.verdict
-        self.meaning = MEANING[report.verdict.status]
+        self.meaning = _meaning(report.verdict)
         self.title = f"{report.verdict.status} · {report.verdict.platform} · {str(report.provenance.get('sha') or 'unknown commit')[:12]}"
         self._record = {r.cell_id: r for r in report.records}
         self.seconds = _seconds(report.started_at, report.finished_at)
@@ -120,6 +129,7 @@ class View:
         self.tokens = self._tokens()
         self.elements = sum(c.elements for c in self.coverage)
         self.mismatched_bytes = sum(c.mismatched_bytes for c in self.coverage)
+        self.measured = sum(c.measured for c in self.coverage)
         self.dirty_files = _strings(report.provenance.get("dirty_files"))
 
     @property
@@ -163,6 +173,12 @@ class View:
                     Arm(row, self._state(row), sum(c.mismatched_elements for c in comparisons), sum(c.elements for c in comparisons))
                 )
         return arms
+
+    @property
+    def accuracies(self) -> list[tuple[CellRecord, Accuracy]]:
+        """(record, its accuracy nearest to the tolerance or furthest beyond it) of every cell that measured one, worst first."""
+        found = [(r, max(r.accuracies, key=_excess)) for r in self.report.records if r.accuracies]
+        return sorted(found, key=lambda pair: -_excess(pair[1]))
 
     @property
     def controls(self) -> list[tuple[str, Control]]:
@@ -247,11 +263,13 @@ class View:
             unsupported=states[UNSUPPORTED],
             elements=sum(r.elements for r in records),
             mismatched_bytes=sum(r.mismatched_bytes for r in records),
+            measured=sum(_measured(r) for r in records),
             expects_mismatch=any(row.expect == "different" for row in rows),
         )
 
     def _failure(self, record: CellRecord) -> Failure:
         differences = [describe(c) for c in record.comparisons if not c.equal]
+        differences += [describe_accuracy(a) for a in record.accuracies if not a.passed]
         waivers = [f"{w.reason} (until {w.expires})" for w in self.report.waivers if w.cell_id == record.cell_id and not w.note]
         command = f"pytest -m {self.verdict.platform} acceptance/ --cell {record.cell_id}"
         return Failure(record, [d for d in differences if d not in record.reasons], command, waivers)
@@ -270,14 +288,22 @@ class View:
         squares: dict[str, dict[str, GridCell]] = {}
         for row in rows:
             squares.setdefault(label(row), {})[column_of(row)] = self._square(row)
-        return Grid(TITLES.get(scope, scope), columns, [(name, [found.get(c) for c in columns]) for name, found in squares.items()])
+        live = {name: found for name, found in squares.items() if any(square.state != UNSUPPORTED for square in found.values())}
+        return Grid(TITLES.get(scope, scope), columns, [(name, [found.get(c) for c in columns]) for name, found in live.items()])
 
     def _square(self, row: MatrixRow) -> GridCell:
         record, state = self._record.get(row.cell_id), self._state(row)
         title = row.unsupported or (record.reasons[0] if record and record.reasons else "")
         if record and not title:
-            title = f"{record.elements} elements compared, {record.mismatched_bytes} bytes differ" if record.elements else "caught"
+            title = f"{record.elements} elements compared, {record.mismatched_bytes} bytes differ" if record.elements else ""
+            title = title or (f"{_measured(record)} elements within tolerance" if record.accuracies else "caught")
         return GridCell(row.cell_id, state, f"{row.cell_id}: {title or state}")
+
+
+def _meaning(verdict: Verdict) -> str:
+    if verdict.green_scopes:
+        return f"Every required cell of {', '.join(verdict.green_scopes)} passed; the rest of the platform was not asked for."
+    return MEANING[verdict.status]
 
 
 def _seconds(started: str, finished: str) -> float | None:
@@ -285,6 +311,15 @@ def _seconds(started: str, finished: str) -> float | None:
         return (datetime.fromisoformat(finished) - datetime.fromisoformat(started)).total_seconds()
     except (TypeError, ValueError):
         return None
+
+
+def _measured(record: CellRecord) -> int:
+    return sum(a.elements for a in record.accuracies)
+
+
+def _excess(accuracy: Accuracy) -> float:
+    """Error beyond the tolerance, as a share of it; void measurements come first."""
+    return math.inf if accuracy.problem else accuracy.worst_excess / accuracy.atol
 
 
 def _strings(value: JsonValue) -> list[str]:
