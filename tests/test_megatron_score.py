@@ -22,6 +22,7 @@ from rlk.model.layout import hf_shapes
 from rlk.model.qwen3 import Qwen3Dense
 from rlk.model.trace import Trace
 from rlk.model.weights import load_checkpoint, save_checkpoint
+from rlk.parallel.rendezvous import listen
 from rlk.train import process
 from rlk.train.batch import Sample, micro_batch, micro_batches, pair
 from rlk.train.scoring import NonFiniteError
@@ -292,10 +293,10 @@ def test_an_empty_response_has_no_scores(trainer: MegatronTrainer) -> None:
 
 
 def test_a_busy_port_is_one_line() -> None:
-    listener = process._listen(0)
+    listener = listen(0)
     port = listener.getsockname()[1]
     with pytest.raises(process.ProcessGroupError, match=f"port {port} on 127.0.0.1 cannot be opened"):
-        process._listen(port)
+        listen(port)
     listener.close()
 
 

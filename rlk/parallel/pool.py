@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from rlk.parallel.errors import ParallelError
 
@@ -96,7 +96,7 @@ class Pool:
         process = self._context.Process(target=_serve, args=(there,), daemon=True)
         process.start()
         there.close()
-        return process, cast(Connection, here)
+        return process, here
 
 
 def free_port() -> int:

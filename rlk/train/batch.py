@@ -161,7 +161,8 @@ def _places(held: Sequence[Sequence[Sequence[int]]]) -> dict[tuple[int, int], in
 def micro_batches(samples: Sequence[Sample], size: int, numerics: Numerics, cp: int = 1, rank: int = 0) -> Iterator[MicroBatch]:
     """CP rank ``rank``'s part of micro-batches of ``size`` samples with contiguous ids, in order.
 
-    Samples may come in any order; equal ids raise ContractError. A sample without response tokens counts towards ``size`` but is left out: its rows would carry no loss and add only +0.
+    Samples may come in any order; equal ids raise ContractError. A sample without response tokens counts towards ``size`` but is left
+    out: its rows would carry no loss and add only +0.
     """
     if size < 1:
         raise ContractError(f"micro_batch_size={size} holds no sample: use 1 or more")

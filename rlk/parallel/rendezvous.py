@@ -1,0 +1,80 @@
+"""How the processes of one job find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from rlk.parallel.errors import ParallelError
+from rlk.parallel.link import Link
+from rlk.parallel.presence import Presence
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = 300.0
+
+Transport = Literal["gloo", "nccl"]
+"""gloo on the CPU; nccl on cards, also under ROCm, whose RCCL torch calls by the same name."""
+
+
+class ProcessGroupError(RuntimeError):
+    """The process groups could not be set up; the message names the port or the topology and the remedy."""
+
+
+def listen(port: int) -> socket.socket:
+    """A listening socket on loopback, 0 for a free port."""
+    listener = socket.socket()
+    try:
+        listener.bind((LOOPBACK, port))
+    except OSError as error:
+        listener.close()
+        raise ProcessGroupError(
+            f"port {port} on {LOOPBACK} cannot be opened ({error.strerror}): choose another, or 0 for a free one"
+        ) from error
+    listener.listen()
+    return listener
+
+
+def join(rank: int, labels: Sequence[str], port: int, agreement: str, *, transport: Transport = "gloo", timeout: float = TIMEOUT) -> Link:
+    """Join a job of len(labels) ranks; rank 0 serves the store on loopback.
+
+    labels: names of all ranks. port: known to every rank; 0, a free one, is possible only in a job of one. agreement: what all ranks must
+    hold equally before anything runs. timeout: seconds after which a collective without an answer fails, and which survivors then
+    give each other to answer. Raises ProcessGroupError, or MismatchError on every rank if the agreements differ.
+    """
+    size = len(labels)
+    if not 0 <= rank < size:
+        raise ProcessGroupError(f"rank {rank} is outside a job of {size}: use 0 … {size - 1}")
+    if port == 0 and size > 1:
+        raise ProcessGroupError(f"a job of {size} needs one port that every rank knows: give port > 0")
+    # Gloo would otherwise listen on the address of the host's name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    wait = timedelta(seconds=timeout)
+    if rank == 0:
+        # A TCPStore that opens its own socket listens on every interface.
+        listener = listen(port)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(LOOPBACK, port, size, True, timeout=wait, master_listen_fd=listener.detach())
+    else:
+        store = dist.TCPStore(LOOPBACK, port, size, False, timeout=wait)
+    presence = Presence(store, rank, size, labels[rank], host=LOOPBACK, grace=timeout)
+    device = torch.device("cpu") if transport == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group(transport, store=store, rank=rank, world_size=size, timeout=wait)
+    link = Link(presence, device=device)
+    try:
+        link.agree("agreement", agreement)
+    except ParallelError:
+        leave(link)
+        raise
+    return link
+
+
+def leave(link: Link) -> None:
+    """Leave the job; the other ranks' collectives fail from now on."""
+    dist.destroy_process_group()
+    link.presence.close()
