@@ -167,7 +167,7 @@ def prepare(
     tiny: Annotated[bool, typer.Option("--tiny", help="the small model for CPUs, the only one prepared here")] = False,
     target: Annotated[Path, typer.Option("--out", metavar="DIR", help="new checkpoint directory")] = DEFAULT_MODEL,
     seed: Annotated[int, typer.Option("--seed", min=0, help="names the start weights and the training data")] = 0,
-    steps: Annotated[int | None, typer.Option("--warm-up-steps", min=0, help="supervised updates")] = None,
+    steps: Annotated[int | None, typer.Option("--warm-up-steps", min=1, help="supervised updates")] = None,
 ) -> None:
     """Make a checkpoint for the loop; the tiny one is trained here on the bundled arithmetic within a minute."""
     from rlk.loop.prepare import prepare_tiny

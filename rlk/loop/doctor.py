@@ -48,12 +48,12 @@ def examine(profile: Profile) -> list[Finding]:
     return [
         _python(),
         _compiler(),
-        *_packages(),
+        *packages(),
         *_strangers(),
         _torch_build(),
         _subnormals(),
         *_memory(),
-        _port(profile.port),
+        loopback(profile.port),
         _model(profile),
     ]
 
@@ -72,7 +72,7 @@ def _compiler() -> Finding:
     return Finding("compiler", ran.stdout.splitlines()[0])
 
 
-def _packages() -> Iterator[Finding]:
+def packages() -> Iterator[Finding]:
     """Installed versions against the requirements of the package itself and of its cpu extra."""
     try:
         texts = requires("rlk") or ()
@@ -122,7 +122,7 @@ def _memory() -> Iterator[Finding]:
     yield Finding("/dev/shm", f"{shared:.2f} GiB free", "" if enough else f"give it {SHARED_MEMORY_GIB} GiB (containers: --shm-size)")
 
 
-def _port(port: int) -> Finding:
+def loopback(port: int) -> Finding:
     name = f"port {port}" if port else "a free port"
     with socket.socket() as listener:
         try:

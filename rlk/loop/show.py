@@ -27,7 +27,8 @@ class Screen:
     def __init__(self, plan: RunPlan, out: Console) -> None:
         self._plan, self._out = plan, out
         columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        screen = Console(stderr=True)
+        self._progress = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
         self._task = self._progress.add_task("", total=plan.steps)
 
     def __enter__(self) -> Screen:
