@@ -122,6 +122,8 @@ def test_attack(project: Project, attack: dict[str, Any]) -> None:
     if "before" in attack:
         project.before_comparison(attack["before"])
     project.commit()
+    if "dirty" in attack:
+        project.write(attack["dirty"], "")
     result = project.run(*attack.get("args", ()), target=attack.get("target", "acceptance"))
     if attack["status"]:
         project.expect(result.ret, attack["status"], attack["reason"])
@@ -288,6 +290,14 @@ def test_shards_are_partial_and_their_merge_passes(project: Project) -> None:
     assert validate_run(project.root / "artifacts" / "merged") == []
     assert merge(runs[:1], project.root / "artifacts" / "half").status == "MISSING"
     assert merge([*runs, runs[0]], project.root / "artifacts" / "twice").status == "PASS"
+
+
+def test_a_scope_that_is_green_ends_with_0_and_is_partial_all_the_same(project: Project) -> None:
+    project.commit()
+    assert project.run("--scope", "chain", "--scope", "control").ret == 0
+    verdict = project.report()["verdict"]
+    assert (verdict["status"], verdict["green_scopes"], verdict["not_selected"]) == ("PARTIAL", ["chain", "control"], 1)
+    assert validate_run(project.runs()[-1]) == []
 
 
 def test_the_plugin_costs_nothing_elsewhere() -> None:

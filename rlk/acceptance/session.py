@@ -103,7 +103,7 @@ class AcceptanceSession:
             matrix_source=self._matrix_source,
             session=session,
             verdict=self.verdict,
-            provenance=self._provenance.model_dump(mode="json"),
+            provenance=self._provenance,
             environment=self._environment,
             declared_kernels={kernel_id: tuple(operators) for kernel_id, operators in self._declared.items()},
             matrix=tuple(c.row() for c in self._cells),

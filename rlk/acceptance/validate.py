@@ -117,7 +117,7 @@ def merge(paths: Sequence[Path], target: Path) -> Verdict:
         waivers=tuple(dict.fromkeys(waiver for report in reports for waiver in report.waivers)),
     )
     directory = RunDirectory.create(target)
-    directory.write_json("environment.json", {"provenance": first.provenance, **environment})
+    directory.write_json("environment.json", {"provenance": first.provenance.model_dump(mode="json"), **environment})
     for record in records:
         directory.append_json("cells.jsonl", record.model_dump(mode="json"))
     write_report(directory, whole)
@@ -131,7 +131,7 @@ def _environment(path: Path, report: Report) -> list[str]:
         return ["environment.json is missing"]
     except (OSError, ValueError) as error:
         return [f"environment.json is not JSON: {_first_line(error)}"]
-    expected = {"provenance": report.provenance, **report.environment}
+    expected = {"provenance": report.provenance.model_dump(mode="json"), **report.environment}
     return [] if frozen == expected else ["environment.json and report.json disagree"]
 
 
@@ -153,9 +153,9 @@ def _agreement(report: Report, records: Sequence[CellRecord]) -> list[str]:
         problems.append("report.json holds other records than cells.jsonl")
     if verdict != report.verdict:
         problems.append(f"the verdict {report.verdict.status} does not follow from the records: they give {verdict.status}")
-    if report.provenance.get("dirty") and not (report.session.development or report.session.trouble):
+    if report.provenance.dirty and not (report.session.development or report.session.trouble):
         problems.append("the checkout was dirty and the session does not say so")
-    if not report.provenance.get("sha") and not report.session.trouble:
+    if not report.provenance.sha and not report.session.trouble:
         problems.append("the commit is unknown and the session does not say so")
     by_id = {cell.cell_id: cell for cell in cells}
     for record in report.records:
@@ -192,14 +192,14 @@ def _require_valid(path: Path) -> None:
 
 
 def _require_clean(path: Path, report: Report) -> None:
-    if report.provenance.get("dirty") or report.provenance.get("problem") or report.session.development:
+    if report.provenance.dirty or report.provenance.problem or report.session.development:
         raise ValidationRefused(f"{path.name} does not come from a clean checkout of a known commit: run that shard again")
 
 
 def _require_same(first_path: Path, first: Report, path: Path, report: Report) -> None:
     pairs = {
-        "commit": (first.provenance.get("sha"), report.provenance.get("sha")),
-        "tree": (first.provenance.get("tree_digest"), report.provenance.get("tree_digest")),
+        "commit": (first.provenance.sha, report.provenance.sha),
+        "tree": (first.provenance.tree_digest, report.provenance.tree_digest),
         "platform": (first.session.platform, report.session.platform),
         "matrix": (first.matrix, report.matrix),
         "kernels": (first.declared_kernels, report.declared_kernels),

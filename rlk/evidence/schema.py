@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from rlk.evidence.provenance import Provenance
+
 SCHEMA_VERSION: Literal[1] = 1
 
 Count = Annotated[int, Field(ge=0)]
@@ -245,7 +247,7 @@ class Report(Record):
     matrix_source: str
     session: SessionFacts
     verdict: Verdict
-    provenance: dict[str, JsonValue]
+    provenance: Provenance
     environment: dict[str, JsonValue]
     declared_kernels: dict[str, tuple[str, ...]]
     matrix: tuple[MatrixRow, ...]

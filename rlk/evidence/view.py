@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -122,7 +122,7 @@ class View:
         self.report = report
         self.verdict = report.verdict
         self.meaning = _meaning(report.verdict)
-        self.title = f"{report.verdict.status} · {report.verdict.platform} · {str(report.provenance.get('sha') or 'unknown commit')[:12]}"
+        self.title = f"{report.verdict.status} · {report.verdict.platform} · {(report.provenance.sha or 'unknown commit')[:12]}"
         self._record = {r.cell_id: r for r in report.records}
         self.seconds = _seconds(report.started_at, report.finished_at)
         self.coverage = [self._coverage(scope) for scope in dict.fromkeys(row.scope for row in report.matrix)]
@@ -130,7 +130,6 @@ class View:
         self.elements = sum(c.elements for c in self.coverage)
         self.mismatched_bytes = sum(c.mismatched_bytes for c in self.coverage)
         self.measured = sum(c.measured for c in self.coverage)
-        self.dirty_files = _strings(report.provenance.get("dirty_files"))
 
     @property
     def unsupported(self) -> list[tuple[str, list[str]]]:
@@ -320,10 +319,6 @@ def _measured(record: CellRecord) -> int:
 def _excess(accuracy: Accuracy) -> float:
     """Error beyond the tolerance, as a share of it; void measurements come first."""
     return math.inf if accuracy.problem else accuracy.worst_excess / accuracy.atol
-
-
-def _strings(value: JsonValue) -> list[str]:
-    return [str(v) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else []
 
 
 def _size(value: JsonValue) -> str:
