@@ -122,7 +122,7 @@ class _StaleCluster(Cluster):
 
 @pytest.mark.cells(scope="control", subject="stale_weight_version")
 def test_stale_weight_version(cell: Cell, evidence: Evidence, runs: Runs) -> None:
-    for lies, name in ((False, "old weights, said openly"), (True, "old weights under the new version and hash")):
+    for lies, name in ((False, "old weights, said openly"), (True, cell.subject)):
         plan = runs.plan(f"stale-{'hidden' if lies else 'open'}", SamplingParams(), steps=2, prompts=2, group_size=4)
         try:
             run_loop(plan, _StaleCluster(runs.cluster, runs.checkpoint, lies=lies), command="acceptance")

@@ -21,6 +21,6 @@ def test_publication(cell: Cell, evidence: Evidence, runs: Runs) -> None:
     summary = runs.sampling(cell.workload.partition("-")[2])
     hand_in_run(evidence, summary)
     for step in summary.steps:
-        evidence.compare(f"update {step.step}: model hash, rollout against trainer", hash_bytes(step.rollout[1]), hash_bytes(step.train[1]))
+        evidence.compare(f"update {step.step}: publication", hash_bytes(step.rollout[1]), hash_bytes(step.train[1]))
         assert step.rollout[0] == step.train[0] == step.published_version
     assert len(set(summary.model_hashes)) == len(summary.steps) + 1, "a publication left the model hash as it was"

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from rlk.acceptance.cell import PLATFORMS, Cell, Platform
 from rlk.contract.judgments import NEGATIVE_CONTROLS
+from rlk.contract.models import QWEN3_8B, TINY, ModelShape
 from rlk.contract.workloads import ARMS, SAMPLING_ROWS
 
-WORKLOAD: dict[Platform, str] = {"cpu": "tiny", "cuda": "qwen3_8b", "rocm": "qwen3_8b"}
+MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B, "rocm": QWEN3_8B}
+WORKLOAD: dict[Platform, str] = {platform: model.name for platform, model in MODEL.items()}
 """The model that the engine scopes of a platform run."""
 
 LAYER_INTERMEDIATES = (
@@ -50,14 +52,17 @@ def _chain(platform: Platform) -> Iterator[Cell]:
     for subject in CHAINS:
         strict = (*ROLLOUT, *SCORING) if subject == "train_vs_rollout" else ROLLOUT
         for name in INTERMEDIATES:
-            yield Cell(platform, "chain", subject, WORKLOAD[platform], name, strict=strict, facts=("rollout_engine", "model_hashes"))
+            names = tuple(f"layers.{i}.{name}" for i in range(MODEL[platform].layers)) if name in LAYER_INTERMEDIATES else (name,)
+            facts = ("rollout_engine", "model_hashes")
+            yield Cell(platform, "chain", subject, WORKLOAD[platform], name, strict=strict, names=names, facts=facts)
 
 
 def _integration(platform: Platform) -> Iterator[Cell]:
     for row in SAMPLING_ROWS:
+        workload, strict = f"{WORKLOAD[platform]}-{row.name}", (*ROLLOUT, *SCORING, *LEARNING)
         for judgment in ("logprob", "publication"):
-            strict = (*ROLLOUT, *SCORING, *LEARNING)
-            yield Cell(platform, "integration", "RR", f"{WORKLOAD[platform]}-{row.name}", judgment, strict=strict, facts=UPDATE_FACTS)
+            names = tuple(f"update {step}: {judgment}" for step in range(1, row.updates + 1))
+            yield Cell(platform, "integration", "RR", workload, judgment, strict=strict, names=names, facts=UPDATE_FACTS)
 
 
 def _ablations(platform: Platform) -> Iterator[Cell]:
