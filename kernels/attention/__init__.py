@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from rlk.kernels._triton import from_triton
 from rlk.kernels.attention import cpu
 from rlk.kernels.dispatch import select
 
-_ATTENTION = {"cpu": cpu.attention_with_lse}
-_PAGED = {"cpu": cpu.paged_attention}
+_ATTENTION = {"cpu": cpu.attention_with_lse, "triton": from_triton("attention", "attention_with_lse")}
+_PAGED = {"cpu": cpu.paged_attention, "triton": from_triton("attention", "paged_attention")}
 
 
 def attention(

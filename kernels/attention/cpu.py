@@ -67,7 +67,7 @@ def _whole(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return torch.stack((first, rows, torch.zeros_like(first), first, rows), dim=1)
 
 
-def _require_offsets(op: str, name: str, offsets: torch.Tensor, tokens: int) -> None:
+def require_offsets(op: str, name: str, offsets: torch.Tensor, tokens: int) -> None:
     if int(offsets[0]) != 0 or int(offsets[-1]) != tokens or bool((offsets.diff() < 0).any()):
         raise ValueError(f"{op}: {name} {offsets.tolist()} must ascend from 0 to {tokens}, the number of query rows")
 
@@ -76,7 +76,7 @@ def _require_offsets(op: str, name: str, offsets: torch.Tensor, tokens: int) -> 
 def attention_with_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, kv_tile: int, kv_split: int
 ) -> Pair:
-    _require_offsets("attention", "cu_seqlens", cu_seqlens, q.shape[0])
+    require_offsets("attention", "cu_seqlens", cu_seqlens, q.shape[0])
     return forward(q, k, v, _whole(cu_seqlens), scale, kv_tile, kv_split)
 
 
@@ -124,7 +124,7 @@ def paged_attention(
     scale: float, kv_tile: int, kv_split: int,
 ) -> torch.Tensor:  # fmt: skip
     pages, kv_heads, page, _ = kv_cache.shape
-    _require_offsets("paged_attention", "query_start_loc", query_start_loc, q.shape[0])
+    require_offsets("paged_attention", "query_start_loc", query_start_loc, q.shape[0])
     rows = query_start_loc.diff()
     if bool((seq_lens < rows).any()):
         raise ValueError(f"paged_attention: seq_lens {seq_lens.tolist()} must include the query rows {rows.tolist()}")

@@ -23,10 +23,11 @@ from itertools import chain
 import numpy as np
 import torch
 
+from rlk.kernels._triton import from_triton
 from rlk.kernels.dispatch import select
 from rlk.kernels.logp import cpu
 
-_FORWARD = {"cpu": cpu.logp}
+_FORWARD = {"cpu": cpu.logp, "triton": from_triton("logp", "logp")}
 
 
 def logp(
@@ -117,7 +118,10 @@ def require_rows(
     support: torch.Tensor | None,
     active: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError for arguments of a row that the kernel could not score, before it runs. Values of inactive rows are not read."""
+    """Raise ValueError for arguments of a row that the kernel could not score, before it runs. Values of inactive rows are not read.
+
+    While a graph is captured on a GPU no value can be read; a row that selects nothing it supports then scores NaN.
+    """
     for name, tensor, shape, dtype in (
         ("ids", ids, (rows,), torch.int64),
         ("temperature", temperature, (rows,), torch.float32),
@@ -126,6 +130,8 @@ def require_rows(
     ):
         if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
             raise ValueError(f"{op}: {name} {tuple(tensor.shape)} {tensor.dtype} must be {shape} {dtype}, one per row of logits")
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     scored = torch.arange(rows, device=ids.device) if active is None else active.nonzero()[:, 0]
     ids, temperature = ids[scored], temperature[scored]
     real = min(vocab_size, width)

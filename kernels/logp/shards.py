@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from rlk.contract.numerics import is_power_of_two
+from rlk.kernels._triton import from_triton
 from rlk.kernels.dispatch import select
 from rlk.kernels.logp import cpu
 
-_PART = {"cpu": cpu.part}
-_JOIN = {"cpu": cpu.join}
-_GRADIENT = {"cpu": cpu.part_gradient}
+_PART = {"cpu": cpu.part, "triton": from_triton("logp", "part")}
+_JOIN = {"cpu": cpu.join, "triton": from_triton("logp", "join")}
+_GRADIENT = {"cpu": cpu.part_gradient, "triton": from_triton("logp", "part_gradient")}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,181 @@
+"""Triton kernels of attention's backward pass. Every sum has one accumulator that one program owns, so block sizes change no byte."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rlk.kernels._triton.numerics import exp2, row_tree, with_quiet_nan
+from rlk.kernels.attention.triton_forward import describe, find_block
+
+
+@triton.jit(do_not_specialize=["rows"])
+def attention_delta(
+    out, d_out, delta, rows, out_row_stride, out_head_stride, d_out_row_stride, d_out_head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """delta [rows] = Σ dO·O over DIM by row tree, one per (query row, head). Grid: (blocks of rows,)."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    inside = (r < rows)[:, None] & (d < DIM)[None, :]
+    row, head = r // HEADS, r % HEADS
+    o = tl.load(out + (row * out_row_stride + head * out_head_stride)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(d_out + (row * d_out_row_stride + head * d_out_head_stride)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(delta + r, row_tree(o * do), mask=r < rows)
+
+
+@triton.jit
+def slopes(t, dp, lse2, delta):
+    """P and dS of scaled scores t and dP, both fp32."""
+    p = exp2(t - lse2)
+    return p, p * (dp - delta)
+
+
+@triton.jit
+def add_keys(
+    dq, queries, d_outs, lse2, delta, positions, low, high, k, v, k_row_stride, v_row_stride, c,
+    DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dq continued over the keys low … high-1. MASKED: some row does not see some of them."""
+    BLOCK_D: tl.constexpr = queries.shape[1]
+    d = tl.arange(0, BLOCK_D)
+    for start in range(low, high, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k_at = k + (key.to(tl.int64) * k_row_stride)[:, None] + d[None, :]
+        v_at = v + (key.to(tl.int64) * v_row_stride)[:, None] + d[None, :]
+        if MASKED or DIM != BLOCK_D:
+            live = (key < high)[:, None] & (d < DIM)[None, :]
+            keys = tl.load(k_at, mask=live, other=0.0)
+            values = tl.load(v_at, mask=live, other=0.0)
+        else:
+            keys = tl.load(k_at)
+            values = tl.load(v_at)
+        t = tl.dot(queries, tl.trans(keys)) * c
+        dp = tl.dot(d_outs, tl.trans(values))
+        _, ds = slopes(t, dp, lse2[:, None], delta[:, None])
+        if MASKED:
+            ds = tl.where(key[None, :] <= positions[:, None], ds, 0.0)
+        dq = tl.dot(ds.to(tl.bfloat16), keys, dq)
+    return dq
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def attention_query_gradient(
+    q, k, v, d_out, lse2, delta, dq, segments, count, tokens, c, scale, q_row_stride, q_head_stride, k_row_stride, k_head_stride,
+    v_row_stride, v_head_stride, d_out_row_stride, d_out_head_stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """dq [rows, heads, DIM] of one block of positions of one segment and one KV head. Grid: (blocks, KV heads)."""
+    STEP: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(1)
+    heads = tl.num_programs(1) * GROUP
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    segment, offset = find_block(segments, count, block, KIND, STEP)
+    row, rows, position, other, _ = describe(segments, segments, tokens, segment, KIND)
+    if offset >= rows:
+        return
+    state = tl.arange(0, BLOCK_M)
+    place = offset + state // GROUP
+    real = (state < STEP * GROUP) & (place < rows)
+    positions = position + place
+    at = (row + place).to(tl.int64)
+    head = kv_head * GROUP + state % GROUP
+    d = tl.arange(0, BLOCK_D)
+    inside = real[:, None] & (d < DIM)[None, :]
+    queries = tl.load(q + (at * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
+    d_outs = tl.load(d_out + (at * d_out_row_stride + head * d_out_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
+    row_lse2 = tl.load(lse2 + at * heads + head, mask=real, other=0.0)
+    row_delta = tl.load(delta + at * heads + head, mask=real, other=0.0)
+    k += kv_head * k_head_stride + other.to(tl.int64) * k_row_stride
+    v += kv_head * v_head_stride + other.to(tl.int64) * v_row_stride
+    end = position + tl.minimum(offset + STEP, rows)
+    plain = (position + offset + 1) // BLOCK_N * BLOCK_N
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sums = add_keys(
+        sums, queries, d_outs, row_lse2, row_delta, positions, 0, plain, k, v, k_row_stride, v_row_stride, c, DIM, BLOCK_N, False
+    )  # fmt: skip
+    sums = add_keys(
+        sums, queries, d_outs, row_lse2, row_delta, positions, plain, end, k, v, k_row_stride, v_row_stride, c, DIM, BLOCK_N, True
+    )  # fmt: skip
+    tl.store(dq + (at * heads + head)[:, None] * DIM + d[None, :], with_quiet_nan(sums * scale, tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def add_queries(
+    dk, dv, keys, values, key, low, high, q, d_out, lse2, delta, q_row_stride, d_out_row_stride, heads, c,
+    DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dk and dv continued over the queries low … high-1 of one head. MASKED: some query does not see some key.
+
+    Queries beyond the last are rows of +0 whose lse2 and delta are 0: P = 1, dO = 0 and dS = 0 add nothing.
+    """
+    BLOCK_D: tl.constexpr = keys.shape[1]
+    d = tl.arange(0, BLOCK_D)
+    for start in range(low, high, BLOCK_M):
+        query = start + tl.arange(0, BLOCK_M)
+        there = query < high
+        live = there[:, None] & (d < DIM)[None, :]
+        queries = tl.load(q + (query.to(tl.int64) * q_row_stride)[:, None] + d[None, :], mask=live, other=0.0)
+        d_outs = tl.load(d_out + (query.to(tl.int64) * d_out_row_stride)[:, None] + d[None, :], mask=live, other=0.0)
+        row_lse2 = tl.load(lse2 + query.to(tl.int64) * heads, mask=there, other=0.0)
+        row_delta = tl.load(delta + query.to(tl.int64) * heads, mask=there, other=0.0)
+        t = tl.dot(keys, tl.trans(queries)) * c
+        dp = tl.dot(values, tl.trans(d_outs))
+        p, ds = slopes(t, dp, row_lse2[None, :], row_delta[None, :])
+        if MASKED:
+            sees = key[:, None] <= query[None, :]
+            p = tl.where(sees, p, 0.0)
+            ds = tl.where(sees, ds, 0.0)
+        dv = tl.dot(p.to(tl.bfloat16), d_outs, dv)
+        dk = tl.dot(ds.to(tl.bfloat16), queries, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def attention_key_gradient(
+    q, k, v, d_out, lse2, delta, dk, dv, segments, count, tokens, c, scale, q_row_stride, q_head_stride, k_row_stride, k_head_stride,
+    v_row_stride, v_head_stride, d_out_row_stride, d_out_head_stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """dk and dv [rows, KV heads, DIM] of one block of keys of one segment and one KV head. Grid: (blocks, KV heads).
+
+    One accumulator each: query heads of the group ascending, then queries in groups of 16 from position 0. Groups before the block see none
+    of its keys and are left out.
+    """
+    kv_head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    heads = kv_heads * GROUP
+    segment, offset = find_block(segments, count, tl.program_id(0), KIND, BLOCK_N)
+    row, rows, position, other, length = describe(segments, segments, tokens, segment, KIND)
+    if offset >= rows:
+        return
+    place = offset + tl.arange(0, BLOCK_N)
+    real = place < rows
+    key = position + place
+    at = (row + place).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    inside = real[:, None] & (d < DIM)[None, :]
+    keys = tl.load(k + (at * k_row_stride + kv_head * k_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
+    values = tl.load(v + (at * v_row_stride + kv_head * v_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
+    first = (position + offset) // 16 * 16
+    clear = (position + offset + BLOCK_N - 1 - first + BLOCK_M - 1) // BLOCK_M * BLOCK_M + first  # from here on queries see every key
+    middle = tl.minimum(clear, length)
+    sum_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    sum_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        q_head = q + head * q_head_stride + other.to(tl.int64) * q_row_stride
+        d_out_head = d_out + head * d_out_head_stride + other.to(tl.int64) * d_out_row_stride
+        lse2_head = lse2 + other.to(tl.int64) * heads + head
+        delta_head = delta + other.to(tl.int64) * heads + head
+        sum_k, sum_v = add_queries(
+            sum_k, sum_v, keys, values, key, first, middle, q_head, d_out_head, lse2_head, delta_head, q_row_stride, d_out_row_stride,
+            heads, c, DIM, BLOCK_M, True,
+        )  # fmt: skip
+        sum_k, sum_v = add_queries(
+            sum_k, sum_v, keys, values, key, middle, length, q_head, d_out_head, lse2_head, delta_head, q_row_stride, d_out_row_stride,
+            heads, c, DIM, BLOCK_M, False,
+        )  # fmt: skip
+    result = (at * kv_heads + kv_head)[:, None] * DIM + d[None, :]
+    tl.store(dk + result, with_quiet_nan(sum_k * scale, tl.bfloat16), mask=inside)
+    tl.store(dv + result, with_quiet_nan(sum_v, tl.bfloat16), mask=inside)
