@@ -84,7 +84,9 @@ class Runs:
         return self.once(f"RR-{name}", lambda: run_loop(self._row_plan(row), self.cluster, command="acceptance"))
 
     def _row_plan(self, row: SamplingRow) -> RunPlan:
-        return self.plan(f"RR-{row.name}", row.sampling, steps=row.updates)
+        # Greedy responses to one prompt are equal, so that row takes as many prompts as it takes samples.
+        shape = {"prompts": PROMPTS * GROUP, "group_size": 1} if row.sampling.greedy else {}
+        return self.plan(f"RR-{row.name}", row.sampling, steps=row.updates, **shape)
 
     def arm(self, train: EngineMode, rollout: EngineMode) -> RunSummary:
         """One update in which each side is strict or native; sampling does not truncate, since a native engine returns no retained ids."""

@@ -18,7 +18,7 @@ from rlk.acceptance.matrix import enumerate_cells
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.workloads import SAMPLING_ROWS
 from rlk.evidence.bytes import compare
-from rlk.evidence.schema import KernelUse, Status
+from rlk.evidence.schema import Status
 from rlk.kernels.registry import declared_kernels
 from rlk.loop.cluster import Cluster, Remote
 from rlk.loop.controller import RunFailed, run_loop
@@ -45,28 +45,29 @@ PLANTED: dict[str, Callable[[torch.Tensor], None]] = {
 }
 
 
-def _judged(cell: Cell, summary: RunSummary, train: torch.Tensor, rollout: torch.Tensor) -> tuple[Status, str]:
-    """How the judge ends an integration cell that hands in these logprobs and everything else as the run left it."""
-    findings = Findings(
-        comparisons=[compare("logprob", train, rollout)],
-        kernels=[KernelUse(side=side, **ran) for side, found in summary.manifest.engines.items() for ran in found["kernels"]],  # type: ignore[arg-type, union-attr]
-        facts=dict.fromkeys(cell.facts, "present"),
-    )
+def _judged(cell: Cell, summary: RunSummary, plant: Callable[[torch.Tensor], None] | None) -> tuple[Status, str]:
+    """How the judge ends an integration cell that hands in all that the run left, with a fault in the first update's rollout logprobs."""
+    comparisons = []
+    for step in summary.steps:
+        rows = load_file(summary.directory / logprobs_file(step.step))
+        train, rollout = rows["train"], rows["rollout"]
+        # A zero on both sides, so that where the fault is a sign, it is the only difference.
+        train[0] = rollout[0] = 0.0
+        if plant is not None and step.step == 1:
+            plant(rollout)
+        comparisons.append(compare(f"update {step.step}: logprob", train, rollout))
+    findings = Findings(comparisons=comparisons, kernels=list(summary.manifest.kernels), facts=dict.fromkeys(cell.facts, "present"))
     record = judge_cell(cell, findings, [], declared_kernels())
     return record.status, "; ".join(record.reasons) or "no reason"
 
 
 def _plant(cell: Cell, evidence: Evidence, runs: Runs) -> None:
-    summary = runs.sampling(SAMPLING_ROWS[0].name)
-    rows = load_file(summary.directory / logprobs_file(1))
-    judged = next(c for c in enumerate_cells(cell.platform) if c.scope == "integration" and c.judgment == "logprob")
-    # A zero on both sides, so that the one with the other sign is the only difference.
-    train, rollout = rows["train"].clone(), rows["rollout"].clone()
-    train[0] = rollout[0] = 0.0
-    status, why = _judged(judged, summary, train, rollout)
+    name = SAMPLING_ROWS[0].name
+    summary = runs.sampling(name)
+    judged = next(c for c in enumerate_cells(cell.platform) if c.scope == "integration" and c.judgment == "logprob" and name in c.workload)
+    status, why = _judged(judged, summary, None)
     evidence.control("the same evidence without the fault passes", status is Status.PASS, why)
-    PLANTED[cell.subject](rollout)
-    status, why = _judged(judged, summary, train, rollout)
+    status, why = _judged(judged, summary, PLANTED[cell.subject])
     evidence.control(cell.subject, status is Status.FAIL, why)
 
 
