@@ -47,7 +47,7 @@ class OperatorCase:
     forward: outputs, one row per row of the launch. gradients: gradients of the per-token arguments, likewise.
     weight_gradients: gradients that are sums over the tokens that the leaves (index, offsets) name, as one context-parallel rank holds
     them; the pair tree joins ranks. finish_weights: from the joined sums to the gradients.
-    reference: outputs and gradients of ``reference.py`` in fp32 over ``rows``, same names and shapes.
+    reference: outputs (False) or gradients (True) of ``reference.py`` in fp32 over ``rows``, same names and shapes.
     composed: outputs and gradients of the operators that this one is composed of, over ``rows``.
     """
 
@@ -55,7 +55,7 @@ class OperatorCase:
     rows: Tensors
     forward: Callable[[Launch], Tensors]
     gradients: Callable[[Launch], Tensors]
-    reference: Callable[[], tuple[Tensors, Tensors]]
+    reference: Callable[[bool], Tensors]
     weight_gradients: Callable[[Launch, Leaves], Tensors] = nothing
     finish_weights: Callable[[Tensors], Tensors] = lambda sums: sums
     composed: Callable[[Launch], tuple[Tensors, Tensors]] | None = None
@@ -127,6 +127,10 @@ class Draw:
         count = torch.Size(size).numel()
         pool = (scale * torch.randn(min(count, POOL), generator=self._generator)).to(dtype)
         return pool.repeat(-(-count // POOL))[:count].reshape(size).to(self._device)
+
+    def seed(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Gradient of an output, as a loss averaged over the tokens gives it: sums over many tokens are no larger than over 64."""
+        return self.normal(*size, scale=min(1.0, (64 / self.tokens) ** 0.5), dtype=dtype)
 
     def weight(self, rows: int, k: int) -> torch.Tensor:
         """A weight [rows, k] whose products with normal rows are again of size one."""

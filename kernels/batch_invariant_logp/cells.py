@@ -58,12 +58,13 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         dweight = lm_head_weight_grad(launch["hidden"], dlogits[:, :wanted].to(torch.bfloat16), *leaves, backend=backend)
         return {"logp": score.detach(), "lse": lse}, {"hidden": dhidden, "weight": dweight}
 
-    def specified() -> tuple[Tensors, Tensors]:
+    def specified(gradient: bool) -> Tensors:
         hidden, some = exact(rows["hidden"]), exact(weight[:wanted])
         whole = torch.cat((some, weight[wanted:].float()))
         score, lse = reference.batch_invariant_logp(hidden, whole, rows["ids"], rows["temperature"], vocab, rows["support"])
-        dhidden, dweight = differentiate(score, rows["seed"], hidden, some)
-        return {"logp": score, "lse": lse}, {"hidden": dhidden, "weight": dweight}
+        if not gradient:
+            return {"logp": score, "lse": lse}
+        return dict(zip(("hidden", "weight"), differentiate(score, rows["seed"], hidden, some)))
 
     case = OperatorCase(shape, rows, forward, gradients, specified, weight_gradients, composed=composed)
     return case

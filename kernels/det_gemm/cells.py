@@ -12,7 +12,7 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
     draw, k, n, wanted = Draw(shape, backend), shape.sizes["k"], shape.sizes["n"], shape.sizes["weight_rows"]
     splits, grad_splits = shape.sizes["splits"], shape.sizes["grad_splits"]
     weight = draw.weight(n, k)
-    rows = {"x": draw.normal(draw.tokens, k), "dy": draw.normal(draw.tokens, n)}
+    rows = {"x": draw.normal(draw.tokens, k), "dy": draw.seed(draw.tokens, n)}
 
     def forward(launch: Launch) -> Tensors:
         return {"y": det_gemm(launch["x"], weight, splits=splits, grad_splits=grad_splits, backend=backend)}
@@ -25,9 +25,11 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
     def weight_gradients(launch: Launch, leaves: Leaves) -> Tensors:
         return {"weight": det_gemm_weight_grad(launch["x"], launch["dy"][:, :wanted], *leaves, backend=backend)}
 
-    def specified() -> tuple[Tensors, Tensors]:
+    def specified(gradient: bool) -> Tensors:
         x, dy = exact(rows["x"]), rows["dy"].float()
         y = reference.det_gemm(x, weight)
-        return {"y": y}, {"x": differentiate(y, dy, x)[0], "weight": reference.det_gemm_weight_grad(rows["x"], dy[:, :wanted])}
+        if not gradient:
+            return {"y": y}
+        return {"x": differentiate(y, dy, x)[0], "weight": reference.det_gemm_weight_grad(rows["x"], dy[:, :wanted])}
 
     return OperatorCase(shape, rows, forward, gradients, specified, weight_gradients)

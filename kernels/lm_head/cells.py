@@ -18,7 +18,7 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
     """sizes: k, n; weight_rows: rows of the weight whose gradient is computed. The seed is fp32 and holds bf16 values."""
     draw, k, n, wanted = Draw(shape, backend), shape.sizes["k"], shape.sizes["n"], shape.sizes["weight_rows"]
     weight = draw.weight(n, k)
-    rows = {"hidden": draw.normal(draw.tokens, k), "dy": draw.normal(draw.tokens, n)}
+    rows = {"hidden": draw.normal(draw.tokens, k), "dy": draw.seed(draw.tokens, n)}
 
     def forward(launch: Launch) -> Tensors:
         return {"logits": lm_head(launch["hidden"], weight, grad_splits=SPLITS, backend=backend)}
@@ -39,11 +39,12 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         dweight = det_gemm_weight_grad(launch["hidden"], launch["dy"][:, :wanted], *leaves, backend=backend)
         return {"logits": logits.detach()}, {"hidden": dhidden, "weight": dweight}
 
-    def specified() -> tuple[Tensors, Tensors]:
+    def specified(gradient: bool) -> Tensors:
         hidden, dy = exact(rows["hidden"]), rows["dy"].float()
         logits = reference.lm_head(hidden, weight)
-        (dhidden,) = differentiate(logits, dy, hidden)
-        return {"logits": logits}, {"hidden": dhidden, "weight": reference_weight_grad(rows["hidden"], dy[:, :wanted])}
+        if not gradient:
+            return {"logits": logits}
+        return {"hidden": differentiate(logits, dy, hidden)[0], "weight": reference_weight_grad(rows["hidden"], dy[:, :wanted])}
 
     case = OperatorCase(shape, rows, forward, gradients, specified, weight_gradients, composed=composed)
     return case

@@ -18,7 +18,7 @@ def draw_rows(draw: Draw, vocab: int, padded: int) -> Tensors:
     """ids, temperature, support and seed of every token."""
     ids = draw.integers(vocab, draw.tokens)
     temperature = torch.tensor(TEMPERATURES, device=ids.device)[torch.arange(draw.tokens, device=ids.device) % len(TEMPERATURES)]
-    seed = draw.normal(draw.tokens, dtype=torch.float32)
+    seed = draw.seed(draw.tokens, dtype=torch.float32)
     return {"ids": ids, "temperature": temperature, "support": draw.support(ids, vocab, padded), "seed": seed}
 
 
@@ -47,10 +47,11 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         score = logp(logits, launch["ids"], launch["temperature"], **options(launch))
         return {"logits": differentiate(score, launch["seed"], logits)[0]}
 
-    def specified() -> tuple[Tensors, Tensors]:
+    def specified(gradient: bool) -> Tensors:
         logits = exact(rows["logits"])
         score = reference.logp(logits, rows["ids"], rows["temperature"], vocab, rows["support"])
-        selected = (logits.gather(1, rows["ids"][:, None])[:, 0] / rows["temperature"]).detach()
-        return {"logp": score, "lse": selected - score.detach()}, {"logits": differentiate(score, rows["seed"], logits)[0]}
+        if gradient:
+            return {"logits": differentiate(score, rows["seed"], logits)[0]}
+        return {"logp": score, "lse": logits.gather(1, rows["ids"][:, None])[:, 0] / rows["temperature"] - score}
 
     return OperatorCase(shape, rows, forward, gradients, specified)

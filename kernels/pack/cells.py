@@ -38,12 +38,13 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         (drows,) = differentiate(unpack(packed, mask, backend=backend), seed, packed)
         return {"padded": dpadded.reshape(-1, width), "rows": aligned(launch, drows)}
 
-    def specified() -> tuple[Tensors, Tensors]:
+    def specified(gradient: bool) -> Tensors:
         mask = torch.ones(1, draw.tokens, dtype=torch.bool)
         padded, flat = exact(rows["padded"]), exact(rows["rows"])
         packed, unpacked = reference.pack(padded[None], mask), reference.unpack(flat, mask, 0)[0]
+        if not gradient:
+            return {"packed": packed, "unpacked": unpacked}
         (dpadded,) = differentiate(packed, rows["d_packed"].float(), padded)
-        (drows,) = differentiate(unpacked, rows["d_unpacked"].float(), flat)
-        return {"packed": packed, "unpacked": unpacked}, {"padded": dpadded, "rows": drows}
+        return {"padded": dpadded, "rows": differentiate(unpacked, rows["d_unpacked"].float(), flat)[0]}
 
     return OperatorCase(shape, rows, forward, gradients, specified)

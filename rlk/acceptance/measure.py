@@ -65,7 +65,7 @@ def _accuracy(name: str, case: OperatorCase, judgment: Judgment, wanted: Sequenc
         candidates = {**case.gradients(launch), **case.finish_weights(case.weight_gradients(launch, leaves))}
     else:
         candidates = case.forward(launch)
-    references = case.reference()[judgment.gradient]
+    references = case.reference(judgment.gradient)
     for evidence in wanted:
         value = evidence.rsplit(".", 1)[1]
         sink.accuracy(measure_accuracy(evidence, name, value, judgment, candidates[value], references[value].detach()))

@@ -77,7 +77,7 @@ def _long(
 SHAPES: dict[str, dict[Tier, tuple[OperatorShape, ...]]] = {
     "embedding": {
         "short": (_short({"width": TINY.hidden, **_TINY_VOCABULARY}),),
-        "primary": (_m59({"width": 64, **_VOCABULARY}), _long({"width": 64, **_VOCABULARY})),  # 64 of 4096 columns
+        "primary": (_m59({"width": 16, **_VOCABULARY}), _long({"width": 16, **_VOCABULARY})),  # 16 of 4096 columns
     },
     "rms_norm": {
         "short": (_short({"width": TINY.hidden}),),
