@@ -11,9 +11,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rlk.contract.numerics import ContractError
 from rlk.contract.settings import require_neutral
 from rlk.kernels import dispatch
 from rlk.parallel.state import Parallel
+
+_HOOKS = ("finalize_model_grads_func", "grad_sync_func", "no_sync_func", "param_sync_func")
 
 
 def qualified(kind: type) -> str:
@@ -31,9 +34,16 @@ def modules(model: torch.nn.Module) -> dict[str, dict[str, str]]:
 
 
 def gradient_scales(config: TransformerConfig) -> dict[str, float]:
-    """Factors Megatron would apply to gradients after the loss boundary; raises ContractError unless each is exactly 1."""
+    """Factors Megatron would apply to gradients after the loss boundary; raises ContractError unless each is exactly 1.
+
+    Its data-parallel wrapper, schedules and ``finalize_model_grads``, which scale by micro-batches and ranks and reduce in their own order,
+    act through the hooks of the configuration: one that is set is refused as well.
+    """
+    for hook in _HOOKS:
+        if getattr(config, hook) is not None:
+            raise ContractError(f"Megatron's {hook} is set: it reduces or scales gradients in its own order, leave it None")
     scale = config.grad_scale_func
-    scales = {"grad_scale_func": 1.0 if scale is None else float(scale(torch.ones(())))}
+    scales = {"grad_scale_func": 1.0 if scale is None else float(scale(torch.ones(()))), **dict.fromkeys(_HOOKS, 1.0)}
     require_neutral(scales)
     return scales
 

@@ -1,0 +1,123 @@
+"""Any training topology: logprob, loss, gradients, norm and parameters of three updates, byte for byte, and the faults that must show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from acceptance.engines import tiny_checkpoint
+from acceptance.topologies import (
+    Topologies,
+    compare_checkpoints,
+    compare_figures,
+    compare_gradients,
+    compare_logprobs,
+    compare_parameters,
+    hand_in,
+    scratch_runs,
+)
+from rlk.acceptance.cell import Cell
+from rlk.acceptance.collector import Evidence
+from rlk.acceptance.ws2 import STATE, topology
+from rlk.model.weights import load_checkpoint
+
+
+@pytest.fixture(scope="session")
+def topologies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topologies]:
+    """One pool of workers and one checkpoint for every topology."""
+    yield from scratch_runs(tiny_checkpoint(Path(request.config.rootpath)), tmp_path_factory.mktemp("topologies"))
+
+
+def _judge(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    run, reference = topologies.run(*topology(cell.subject)), topologies.reference()
+    layout = cell.workload.rpartition("-")[2]
+    hand_in(evidence, run, layout, load_checkpoint(topologies.checkpoint).config)
+    if cell.judgment == "logprob":
+        compare_logprobs(evidence, run, reference, layout)
+    elif cell.judgment == "gradients":
+        compare_gradients(evidence, run, reference, layout)
+    elif cell.judgment == "parameters":
+        compare_parameters(evidence, run, reference, layout, STATE)
+    elif cell.judgment == "checkpoint":
+        compare_checkpoints(evidence, run, reference)
+    else:
+        compare_figures(evidence, run, reference, layout, cell.judgment)
+    traffic = [update["engine_collectives"] for answer in run.ranks(layout) for update in answer["updates"]]
+    assert not any(traffic), f"the engine itself ran {max(traffic)} collectives within an update"
+
+
+@pytest.mark.cells(scope="ws2", judgment="logprob")
+def test_logprob(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    _judge(cell, evidence, topologies)
+
+
+@pytest.mark.cells(scope="ws2", judgment="loss")
+def test_loss(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    _judge(cell, evidence, topologies)
+
+
+@pytest.mark.cells(scope="ws2", judgment="gradients")
+def test_gradients(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    _judge(cell, evidence, topologies)
+
+
+@pytest.mark.cells(scope="ws2", judgment="norm")
+def test_norm(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    _judge(cell, evidence, topologies)
+
+
+@pytest.mark.cells(scope="ws2", judgment="parameters")
+def test_parameters(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    _judge(cell, evidence, topologies)
+
+
+@pytest.mark.cells(scope="ws2", judgment="checkpoint")
+def test_checkpoint(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    _judge(cell, evidence, topologies)
+
+
+@pytest.mark.cells(scope="ws2", subject="ring_order")
+def test_ring_order(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    """One accumulator per rank and rank after rank, on both sides: the topology shows in what it sums."""
+    runs = {}
+    for pair in ((1, 1), (2, 1), (1, 2), (2, 4)):
+        outcomes = topologies.outcomes(*pair, "ring-{}-{}".format(*pair), fault="ring_order")
+        assert not any(outcome.error for outcome in outcomes), outcomes
+        runs[pair] = outcomes[0].value["packed"]
+    plain, seen, detail = runs.pop((1, 1)), [], []
+    for (tp, cp), run in runs.items():
+        scores = [(run["updates"][0]["scores"], plain["updates"][0]["scores"]), (run["scores"], plain["scores"])]
+        logprobs = sum(a != b for ours, theirs in scores for x, y in zip(ours, theirs) for a, b in zip(x, y))
+        names = [name for name in run["updates"][0]["digests"] if name.startswith("gradient.") and name.endswith("norm")]
+        gradients = sum(run["updates"][0]["digests"][name] != plain["updates"][0]["digests"][name] for name in names)
+        norm = run["updates"][0]["norm"] != plain["updates"][0]["norm"]
+        seen.append(bool(logprobs and gradients and norm))
+        detail.append(f"TP {tp} CP {cp}: {logprobs} logprobs, {gradients} of {len(names)} norm gains' gradients, norm {'differs' * norm}")
+    evidence.control("ring_order", all(seen), "; ".join(detail))
+
+
+@pytest.mark.cells(scope="ws2", subject="killed_rank")
+def test_killed_rank(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    outcomes = topologies.outcomes(2, 2, "killed", fault="killed_rank")
+    survivors = [outcome.error.splitlines()[0] for rank, outcome in enumerate(outcomes) if rank != 1]
+    named = all("PeerLostError" in said and "rank 1 (tp 1, cp 0) is gone" in said for said in survivors)
+    evidence.control("killed_rank", named and "exit code -9" in outcomes[1].error, "; ".join(survivors))
+
+
+@pytest.mark.cells(scope="ws2", subject="other_contract_version")
+def test_other_contract_version(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    outcomes = topologies.outcomes(2, 2, "version", fault="other_contract_version")
+    _every_rank_refuses(evidence, "other_contract_version", [outcome.error for outcome in outcomes], '"contract_version": 2')
+
+
+@pytest.mark.cells(scope="ws2", subject="unequal_tokens")
+def test_unequal_tokens(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
+    outcomes = topologies.outcomes(2, 2, "tokens", fault="unequal_tokens")
+    _every_rank_refuses(evidence, "unequal_tokens", [outcome.error for outcome in outcomes], "tokens, ")
+
+
+def _every_rank_refuses(evidence: Evidence, name: str, errors: list[str], words: str) -> None:
+    said = [error.splitlines()[0] if error else "no error" for error in errors]
+    evidence.control(name, all("MismatchError: ranks differ" in line and words in line for line in said), said[0])
