@@ -22,17 +22,15 @@ from rlk.kernels.det_gemm.triton_tiles import Tile, product_tile, token_tile
 
 SOURCE = TritonSource("det_gemm")
 
-_BAND = tl.constexpr(8)  # tiles of rows that share columns before the next columns: both operands stay in the second-level cache
-
 
 @triton.jit
 def _place(tile, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(row, column) of the first element of output tile number ``tile``."""
+    """(row, column) of the first element of output tile number ``tile``: bands of 8 tiles high, so that operands stay in the cache."""
     down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    band = tile // (_BAND * across)
-    height = min(down - band * _BAND, _BAND)
-    inside = tile % (_BAND * across)
-    return (band * _BAND + inside % height) * ROWS, inside // height * COLUMNS
+    top = tile // (8 * across) * 8
+    height = min(down - top, 8)
+    inside = tile % (8 * across)
+    return (top + inside % height) * ROWS, inside // height * COLUMNS
 
 
 @triton.jit

@@ -23,8 +23,8 @@ _GRAD_BLOCK = 256
 @triton.jit
 def _copy(ids, weight, y, vocab, width, BLOCK: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(ids + token)
-    known = (row >= 0) & (row < vocab) & (column < width)
+    row = tl.load(ids + token + tl.arange(0, 1))
+    known = (column < width) & (row >= 0) & (row < vocab)
     tl.store(y + token * width + column, tl.load(weight + row * width + column, mask=known, other=float("nan")), mask=column < width)
 
 

@@ -11,6 +11,6 @@ def rope(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor
     x: [T, heads, D]; positions: [T].
     """
     first, second = x.double().chunk(2, dim=-1)
-    exponent = torch.arange(first.shape[-1], dtype=torch.float64) * 2 / x.shape[-1]
+    exponent = torch.arange(first.shape[-1], dtype=torch.float64, device=x.device) * 2 / x.shape[-1]
     angle = (positions.double()[:, None] * theta**-exponent)[:, None, :]
     return torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), dim=-1)

@@ -25,8 +25,8 @@ def _rotate(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head, pair = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
-    position = tl.load(positions + token)
-    known = (position >= 0) & (position < length) & (pair < HALF)
+    position = tl.load(positions + token + tl.arange(0, 1))
+    known = (pair < HALF) & (position >= 0) & (position < length)
     entry = table + position * HALF + pair
     cos = tl.load(entry, mask=known, other=float("nan"))[None, :]
     sin = tl.load(entry + length * HALF, mask=known, other=float("nan"))[None, :]
