@@ -257,6 +257,9 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _complain(str(error))
         code = 2
+    except OSError as error:
+        _complain(f"{error.filename or 'a file'}: {error.strerror or error}: check the path and its permissions")
+        code = 2
     except typer.Abort:
         code = 130
     sys.exit(code or 0)

@@ -86,6 +86,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "run_id_with_path": (("run", "--model", "MODEL", "--run-id", "../up"), "--run-id: '../up' is not accepted"),
     "busy_port": (("run", "--model", "MODEL", "--port", "BUSY"), "choose another, or 0 for a free one"),
     "silent_address": (("run", "--model", "MODEL", "--ray-address", "127.0.0.1:1"), "ray_address=127.0.0.1:1 does not answer"),
+    "workspace_is_a_file": (("run", "--model", "MODEL", "--workspace", "FILE"), "config.json is a file: choose another --workspace"),
     "plan_too": (("plan", "--model", "MODEL", "--top-p", "0"), "top_p=0.0"),
     "verify_too": (("verify", "--model", "MODEL", "--top-p", "0"), "top_p=0.0"),
     "verify_native": (("verify", "--mode", "native"), "verify proves equal bytes"),
@@ -114,7 +115,13 @@ def places(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         port = str(busy.getsockname()[1])
-        yield {"MODEL": str(model), "TRUNCATED": str(truncated), "RUNS": str(room / "runs"), "BUSY": port}
+        yield {
+            "MODEL": str(model),
+            "TRUNCATED": str(truncated),
+            "RUNS": str(room / "runs"),
+            "BUSY": port,
+            "FILE": str(model / "config.json"),
+        }
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -85,7 +85,9 @@ def run_loop(
         if cluster is not None:
             return run.execute(cluster)
         run.observer.phase(0, "Ray")
+        began = time.monotonic()
         with Cluster(ray_address=plan.ray_address, port=plan.port, numerics=plan.topology.numerics) as own, run.recorded():
+            run.timings["ray"] = time.monotonic() - began
             return run.execute(own)
 
 
@@ -136,8 +138,8 @@ class _Run:
         except (_Stop, EngineFault, EngineLost, ClusterError, OSError) as error:
             self._failed(str(error), error)
             raise RunFailed(str(error), self.plan.directory) from error
-        except KeyboardInterrupt as error:
-            self._failed("interrupted", error)
+        except (KeyboardInterrupt, SystemExit) as error:
+            self._failed("interrupted" if isinstance(error, KeyboardInterrupt) else "terminated", error)
             raise
         except BaseException as error:
             self._failed(f"{type(error).__name__}: {' '.join(str(error).split())}", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -138,6 +139,7 @@ def make_plan(profile: Profile) -> RunPlan:
     directory = profile.workspace.absolute() / run_id
     if directory.exists():
         raise PlanError(f"run directory {directory} exists: choose another --run-id, runs are never overwritten")
+    _require_writable(directory)
     _require_port(profile.port)
     if profile.ray_address:
         _require_answer(profile.ray_address)
@@ -238,6 +240,13 @@ def unusable_prompts(lengths: Sequence[int], response: int, context: int) -> tup
             f"use {context - max(usable)} or less"
         )
     return tuple(at for at, length in enumerate(lengths) if length >= context)
+
+
+def _require_writable(directory: Path) -> None:
+    nearest = next(parent for parent in directory.parents if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        what = "a file" if not nearest.is_dir() else "not writable"
+        raise PlanError(f"no run directory can be made in {directory.parent}, {nearest} is {what}: choose another --workspace")
 
 
 def _require_port(port: int) -> None:

@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rlk.evidence.bytes import describe
-from rlk.evidence.rundir import COMPLETE, FAILED
+from rlk.evidence.rundir import COMPLETE
 from rlk.evidence.schema import Report
 from rlk.loop.doctor import Finding
 from rlk.loop.plan import RunPlan
 from rlk.loop.plan import describe as describe_plan
 from rlk.loop.records import RunSummary, StepResult
-from rlk.loop.validate import is_loop_run, read_run
+from rlk.loop.validate import failure, is_loop_run, read_run
 
 
 class Screen:
@@ -122,8 +122,8 @@ def run_directories(workspace: Path) -> list[Path]:
 def outcome(path: Path) -> str:
     """What the files of a run say became of it: one word, with the reason where it failed or never ended."""
     sealed = ", sealed" if (path / COMPLETE).is_file() else ""
-    if (path / FAILED).is_file():
-        return f"failed: {(path / FAILED).read_text(encoding='utf-8').splitlines()[0]}"
+    if reason := failure(path):
+        return f"failed: {reason}"
     if is_loop_run(path):
         run, problems = read_run(path)
         return f"unfinished: {problems[0]}" if run is None else run.manifest.outcome + sealed

@@ -41,6 +41,14 @@ def is_loop_run(path: Path) -> bool:
     return (path / PLAN).is_file()
 
 
+def failure(path: Path) -> str:
+    """First line of ``FAILED``, "" for a run that did not fail."""
+    if not (path / FAILED).exists():
+        return ""
+    text = (path / FAILED).read_text(encoding="utf-8", errors="replace").strip()
+    return text.splitlines()[0] if text else "without a reason"
+
+
 def read_run(path: Path) -> tuple[LoopRun | None, list[str]]:
     """Parse a run directory; without the run, the problems say what is unreadable."""
     problems: list[str] = []
@@ -67,8 +75,9 @@ def validate_run(path: Path) -> list[str]:
         directory = RunDirectory(path)
     except RunDirectoryError as error:
         return [str(error)]
-    if (path / FAILED).exists():
-        return [f"the run failed: {(path / FAILED).read_text(encoding='utf-8').splitlines()[0]}"]
+    reason = failure(path)
+    if reason:
+        return [f"the run failed: {reason}"]
     run, problems = read_run(path)
     if run is not None:
         problems += _ending(run)
