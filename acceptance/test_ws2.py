@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,19 +84,22 @@ def test_ring_order(cell: Cell, evidence: Evidence, topologies: Topologies) -> N
     """One accumulator per rank and rank after rank, on both sides: the topology shows in what it sums."""
     runs = {}
     for pair in ((1, 1), (2, 1), (1, 2), (2, 4)):
-        outcomes = topologies.outcomes(*pair, "ring-{}-{}".format(*pair), fault="ring_order")
+        outcomes = topologies.outcomes(*pair, "ring-{}-{}".format(*pair), fault="ring_order", layouts=["long"], updates=2)
         assert not any(outcome.error for outcome in outcomes), outcomes
-        runs[pair] = outcomes[0].value["packed"]
+        runs[pair] = outcomes[0].value["long"]
     plain, seen, detail = runs.pop((1, 1)), [], []
     for (tp, cp), run in runs.items():
-        scores = [(run["updates"][0]["scores"], plain["updates"][0]["scores"]), (run["scores"], plain["scores"])]
-        logprobs = sum(a != b for ours, theirs in scores for x, y in zip(ours, theirs) for a, b in zip(x, y))
-        names = [name for name in run["updates"][0]["digests"] if name.startswith("gradient.") and name.endswith("norm")]
-        gradients = sum(run["updates"][0]["digests"][name] != plain["updates"][0]["digests"][name] for name in names)
-        norm = run["updates"][0]["norm"] != plain["updates"][0]["norm"]
-        seen.append(bool(logprobs and gradients and norm))
-        detail.append(f"TP {tp} CP {cp}: {logprobs} logprobs, {gradients} of {len(names)} norm gains' gradients, norm {'differs' * norm}")
+        first, second = ([(a, b) for x, y in zip(*pair) for a, b in zip(x, y)] for pair in zip(_scores(run), _scores(plain)))
+        differ = [sum(a != b for a, b in held) for held in (first, second)]
+        norms = sum(a["norm"] != b["norm"] for a, b in zip(run["updates"], plain["updates"]))
+        # Context parallelism sums gradients only, and Adam's first steps hardly read more than their signs.
+        seen.append((tp == 1 or bool(differ[0] and differ[1])) and norms == 2)
+        detail.append(f"TP {tp} CP {cp}: {differ[0]} and after an update {differ[1]} of {len(first)} logprobs, {norms} of 2 gradient norms")
     evidence.control("ring_order", all(seen), "; ".join(detail))
+
+
+def _scores(run: dict[str, Any]) -> list[list[list[float]]]:
+    return [update["scores"] for update in run["updates"]]
 
 
 @pytest.mark.cells(scope="ws2", subject="killed_rank")

@@ -34,8 +34,10 @@ LAYOUTS: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {
     "packed": (3, ((5, 9), (17, 48), (1, 1), (33, 17), (70, 31))),
     "single": (1, ((40, 13), (3, 30), (16, 1))),
     "short": (2, ((1, 1), (2, 1))),
+    "long": (4, ((60, 140), (33, 160), (100, 150), (5, 190))),
 }
-"""Layout -> samples per micro-batch, and (prompt, response) tokens of each sample: groups, tiles, splits and blocks begun and filled."""
+"""Layout -> samples per micro-batch, and (prompt, response) tokens of each sample: groups, tiles, splits and blocks begun and filled.
+long: enough of them for a difference in fp32 to pass a rounding to bf16."""
 
 
 def samples(layout: str) -> list[Sample]:
