@@ -1,0 +1,404 @@
+"""Attention on a card: accuracy, bytes in every layout, planted faults and times.
+
+    OUT=. PYTHONPATH=. python tests/gpu/check_attention.py [section ...]
+
+Qwen3-8B's heads: 32 query, 8 KV, 128 wide. Writes $OUT/check_attention.json and exits 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from planting import planted_module
+from report import Report, main
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from rlk.kernels.attention import attention, attention_with_lse, paged_attention, reference, triton_forward
+from rlk.kernels.attention import triton as backend
+from rlk.kernels.attention.context import Segment, attend, delta, key_gradient, query_gradient
+from rlk.kernels.attention.triton import Tiles
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SCALE = DIM**-0.5
+FAMILIES = ((64, 1024), (128, 1024), (32, 64), (64, 0))
+TILE, SPLIT = FAMILIES[0]
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Inputs(NamedTuple):
+    """q, d_out [T, 32, 128], k, v [T, 8, 128], bf16."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_out: torch.Tensor
+
+    def at(self, rows: torch.Tensor | slice) -> Inputs:
+        return Inputs(*(x[rows] for x in self))
+
+
+def make(rows: int, seed: int = 0, heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = DIM) -> Inputs:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    draw = lambda h: torch.randn(rows, h, dim, generator=generator, device="cuda").bfloat16()
+    return Inputs(draw(heads), draw(kv_heads), draw(kv_heads), draw(heads))
+
+
+def offsets(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0)
+
+
+def forward(b: Inputs, lengths: Sequence[int], tile: int = TILE, split: int = SPLIT) -> torch.Tensor:
+    return attention(b.q, b.k, b.v, offsets(lengths), scale=b.q.shape[2] ** -0.5, kv_tile=tile, kv_split=split)
+
+
+def gradients(b: Inputs, lengths: Sequence[int], tile: int = TILE, split: int = SPLIT) -> Grads:
+    leaves = [x.detach().clone().requires_grad_() for x in b[:3]]
+    out = attention(*leaves, offsets(lengths), scale=b.q.shape[2] ** -0.5, kv_tile=tile, kv_split=split)
+    dq, dk, dv = torch.autograd.grad(out, leaves, b.d_out)
+    return dq, dk, dv
+
+
+class Pages:
+    """One sequence's keys in shuffled pages. Slots beyond ``rows`` and all other pages are NaN; table tails are garbage."""
+
+    def __init__(self, b: Inputs, page: int, rows: int | None = None) -> None:
+        rows = len(b.k) if rows is None else rows
+        count = -(-rows // page)
+        shuffled = torch.randperm(count + 5, generator=torch.Generator().manual_seed(page))[:count]
+        self.page, self.cache = page, torch.full((count + 5, KV_HEADS, page, 2 * DIM), torch.nan, device="cuda").bfloat16()
+        self.table = torch.full((count + 2,), 2**31 - 1, dtype=torch.int32)
+        self.table[:count] = shuffled
+        self.table[-1] = -1
+        self.table = self.table.cuda()
+        position = torch.arange(rows, device="cuda")
+        self.cache[self.table[position // page].long(), :, position % page] = torch.cat((b.k[:rows], b.v[:rows]), dim=-1)
+
+    def run(self, q: torch.Tensor, spans: Sequence[tuple[int, int]], tile: int = TILE, split: int = SPLIT) -> torch.Tensor:
+        """Rows first … end-1 for each (first, end) in one step; every span is a sequence of its own that shares these pages."""
+        rows = torch.cat([torch.arange(*span) for span in spans]).cuda()
+        table = torch.full((len(spans), len(self.table)), -7, dtype=torch.int32, device="cuda")
+        ends = torch.tensor([end for _, end in spans], device="cuda")
+        used = torch.arange(len(self.table), device="cuda") < ((ends + self.page - 1) // self.page)[:, None]
+        table = torch.where(used, self.table, table)
+        starts = offsets([end - first for first, end in spans])
+        return paged_attention(q[rows], self.cache, table, starts, ends, scale=SCALE, kv_tile=tile, kv_split=split)
+
+
+def accuracy(report: Report) -> None:
+    lengths = (300, 1, 1024, 777)
+    b = make(sum(lengths))
+    leaves = [x.float().requires_grad_() for x in b[:3]]
+    expected = reference.attention(*leaves, offsets(lengths), scale=SCALE)
+    wanted = torch.autograd.grad(expected, leaves, b.d_out.float())
+    first, theirs = 0, []
+    for n in lengths:
+        q, k, v = (x[first : first + n].transpose(0, 1)[None].detach().requires_grad_() for x in b[:3])
+        out = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+        grads = torch.autograd.grad(out, (q, k, v), b.d_out[first : first + n].transpose(0, 1)[None])
+        theirs.append([x[0].transpose(0, 1).detach() for x in (out, *grads)])
+        first += n
+    others = [torch.cat(parts) for parts in zip(*theirs, strict=True)]
+    for tile, split in FAMILIES:
+        report.close(f"forward accuracy {tile}/{split}", forward(b, lengths, tile, split), expected.detach(), 5e-2, 2e-2, others[0])
+    for name, actual, want, other in zip("qkv", gradients(b, lengths), wanted, others[1:], strict=True):
+        report.close(f"gradient accuracy d{name}", actual, want, 5e-2, 2e-2, other)
+    _, lse2 = attention_with_lse(b.q, b.k, b.v, offsets(lengths), scale=SCALE, kv_tile=TILE, kv_split=SPLIT)
+    report.holds("lse2 finite", bool(lse2.isfinite().all()))
+    for heads, kv_heads, dim in ((40, 8, 128), (12, 4, 96), (4, 4, 64), (3, 1, 32), (8, 2, 256)):
+        b = make(200, 1, heads, kv_heads, dim)
+        leaves = [x.float().requires_grad_() for x in b[:3]]
+        expected = reference.attention(*leaves, offsets((150, 50)), scale=dim**-0.5)
+        wanted = torch.autograd.grad(expected, leaves, b.d_out.float())
+        name = f"other heads {heads}/{kv_heads}/{dim}"
+        report.close(name, forward(b, (150, 50), 64, 64), expected.detach(), 5e-2, 2e-2)
+        for actual, want in zip(gradients(b, (150, 50), 64, 64), wanted, strict=True):
+            report.close(f"{name} gradients", actual, want, 1e-1, 2e-2)
+
+
+def lengths_short(report: Report) -> None:
+    """Lengths 1 … 300: training packed together, prefill alone, decode alone and in one batch, pages of 16 and 64."""
+    b = make(300)
+    rows = torch.cat([torch.arange(n) for n in range(1, 301)]).cuda()
+    for tile, split in FAMILIES:
+        name = f"{tile}/{split}"
+        base = forward(b, (300,), tile, split)
+        report.same("training = prefill, lengths 1–300", name, forward(b.at(rows), range(1, 301), tile, split), base[rows])
+        for page in (16, 64):
+            pages = Pages(b, page)
+            spans = [(n - 1, n) for n in range(1, 301)]
+            report.same("decode = prefill, lengths 1–300, one batch", f"{name} page {page}", pages.run(b.q, spans, tile, split), base)
+            for n in range(1, 301):
+                case = f"{name} page {page} length {n}"
+                alone = Pages(b, page, n) if n % 50 == 3 else pages
+                report.same("decode = prefill, lengths 1–300, alone", case, alone.run(b.q, [(n - 1, n)], tile, split), base[n - 1 : n])
+
+
+def prefills_short(report: Report) -> None:
+    """Each length 1 … 300 by itself."""
+    b = make(300)
+    for tile, split in FAMILIES:
+        base = forward(b, (300,), tile, split)
+        for n in range(1, 301):
+            report.same("prefill of each length 1–300", f"{tile}/{split} {n}", forward(b.at(slice(0, n)), (n,), tile, split), base[:n])
+
+
+def lengths_long(report: Report) -> None:
+    """Each split edge ±1 and 20 lengths to 32k."""
+    total = 32770
+    b = make(total)
+    lengths = sorted({int(300 * (32768 / 300) ** (i / 19)) + i % 3 for i in range(20)})
+    for tile, split in FAMILIES[:2] + FAMILIES[3:]:
+        name = f"{tile}/{split}"
+        base = forward(b, (total,), tile, split)
+        edges = [edge + d for edge in range(1024, 32769, 1024) for d in (-1, 0, 1)]
+        for page in (16, 64):
+            pages = Pages(b, page)
+            spans = [(n - 1, n) for n in sorted({*edges, *lengths})]
+            wanted = base[[n - 1 for _, n in spans]]
+            report.same(
+                "decode = prefill, edges and 20 lengths, one batch", f"{name} page {page}", pages.run(b.q, spans, tile, split), wanted
+            )
+            for span in spans if page == 16 else [(n - 1, n) for n in lengths]:
+                case = f"{name} page {page} length {span[1]}"
+                report.same("decode = prefill, edges and 20 lengths, alone", case, pages.run(b.q, [span], tile, split), base[slice(*span)])
+        for n in lengths:
+            report.same("prefill of 20 lengths to 32k", f"{name} {n}", forward(b.at(slice(0, n)), (n,), tile, split), base[:n])
+    rows = torch.cat([torch.arange(n) for n in lengths[:12]]).cuda()
+    packed = forward(b.at(rows), lengths[:12])
+    report.same("12 lengths packed", f"{TILE}/{SPLIT}", packed, forward(b, (total,))[rows])
+
+
+def chunks(report: Report) -> None:
+    """Chunked prefill over pages, whole tails of garbage, beside decode rows of other sequences."""
+    b = make(2500)
+    for tile, split in FAMILIES:
+        base = forward(b, (2500,), tile, split)
+        for page in (16, 64):
+            for chunk in (7, 16, 64, 500, 1024):
+                spans = [(at, min(at + chunk, 2500)) for at in range(0, 2500, chunk)]
+                picked = spans if chunk > 7 else spans[::9]
+                rows = torch.cat([torch.arange(*span) for span in picked]).cuda()
+                case = f"{tile}/{split} page {page} chunk {chunk}"
+                report.same("chunks together", case, Pages(b, page).run(b.q, picked, tile, split), base[rows])
+                for span in picked[:: max(1, len(picked) // 4)]:
+                    pages = Pages(b, page, span[1])
+                    report.same("chunks alone", f"{case} {span}", pages.run(b.q, [span], tile, split), base[slice(*span)])
+        mixed = [(2399, 2400), (0, 700), (1023, 1025), (99, 100), (1500, 2500), (0, 1)]
+        rows = torch.cat([torch.arange(*span) for span in mixed]).cuda()
+        report.same("decode and prefill in one step", f"{tile}/{split}", Pages(b, 16).run(b.q, mixed, tile, split), base[rows])
+    pages = Pages(b, 16)
+    pages.table[3] = 10**9
+    broken = pages.run(b.q, [(99, 100), (39, 40)])
+    report.holds("a visible page outside the cache gives NaN", bool(broken[0].isnan().all() and broken[1].isfinite().all()))
+
+
+def tiles(report: Report) -> None:
+    """Every block size, number of warps and way to join splits gives the same bytes."""
+    lengths = (2100, 300, 17)
+    b = make(sum(lengths))
+    cu = offsets(lengths)
+    keys, segments = backend.packed(b.k, b.v), backend.whole(cu)
+    out, lse2 = attention_with_lse(b.q, b.k, b.v, cu, scale=SCALE, kv_tile=TILE, kv_split=SPLIT)
+    for m, warps, stages, programs in (
+        (16, 1, 1, 1), (16, 4, 2, 3), (16, 4, 3, 1), (32, 4, 2, 2), (64, 4, 2, 1), (64, 8, 1, 3), (128, 4, 1, 1), (128, 8, 2, 2),
+        (128, 8, 3, 1),
+    ):  # fmt: skip
+        case = Tiles(m, TILE, warps, stages)
+        got = backend.run_forward("attention", b.q, keys, segments, SCALE, TILE, SPLIT, True, tiles=case, programs=programs)
+        report.same("forward tiles", f"{case} {programs}", got[0], out)
+        report.same("forward tiles", f"{case} {programs} lse2", got[1], lse2)
+
+
+def tiles_backward(report: Report) -> None:
+    """The same for the gradients."""
+    lengths = (2100, 300, 17)
+    b = make(sum(lengths))
+    cu = offsets(lengths)
+    segments = backend.whole(cu)
+    out, lse2 = attention_with_lse(b.q, b.k, b.v, cu, scale=SCALE, kv_tile=TILE, kv_split=SPLIT)
+    inputs = (b.q, b.k, b.v, b.d_out, lse2, delta(out, b.d_out))
+    dq, (dk, dv) = backend.run_query_gradient(inputs, segments, SCALE), backend.run_key_gradient(inputs, segments, SCALE)
+    for case in (Tiles(16, 16, 1, 1), Tiles(32, 128, 4, 1), Tiles(64, 64, 4, 2), Tiles(128, 32, 8, 2)):
+        report.same("dq tiles", str(case), backend.run_query_gradient(inputs, segments, SCALE, case), dq)
+    for case in (Tiles(16, 16, 1, 1), Tiles(64, 64, 8, 1), Tiles(128, 32, 4, 1), Tiles(32, 64, 4, 2), Tiles(16, 128, 8, 1)):
+        for name, got, want in zip(("dk", "dv"), backend.run_key_gradient(inputs, segments, SCALE, case), (dk, dv), strict=True):
+            report.same("dk, dv tiles", f"{name} {case}", got, want)
+
+
+def layouts(report: Report) -> None:
+    """Batch neighbours, permutation and strided views; then ranks that own parts of the queries or keys."""
+    lengths = (11, 16, 13, 19, 129, 1500, 1, 1024)
+    b = make(sum(lengths))
+    cu = offsets(lengths).tolist()
+    spans = [slice(cu[i], cu[i + 1]) for i in range(len(lengths))]
+    out, grads = forward(b, lengths), gradients(b, lengths)
+    for i, span in enumerate(spans):
+        one = b.at(span)
+        report.same("alone = among neighbours", f"forward {lengths[i]}", forward(one, (lengths[i],)), out[span])
+        for name, got, want in zip("qkv", gradients(one, (lengths[i],)), grads, strict=True):
+            report.same("alone = among neighbours", f"d{name} {lengths[i]}", got, want[span])
+    order = (5, 2, 7, 0, 6, 3, 1, 4)
+    rows = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in order]).cuda()
+    moved, moved_lengths = b.at(rows), [lengths[i] for i in order]
+    report.same("permutation", "forward", forward(moved, moved_lengths), out[rows])
+    for name, got, want in zip("qkv", gradients(moved, moved_lengths), grads, strict=True):
+        report.same("permutation", f"d{name}", got, want[rows])
+    joined = torch.cat((b.q, b.k, b.v), dim=1)
+    views = Inputs(*joined.split((HEADS, KV_HEADS, KV_HEADS), dim=1), b.d_out)
+    report.same("views of a packed projection", "forward", forward(views, lengths), out)
+    total_lse2 = attention_with_lse(b.q, b.k, b.v, offsets(lengths), scale=SCALE, kv_tile=TILE, kv_split=SPLIT)[1]
+    sums = delta(out, b.d_out)
+    for ranks in (2, 4, 8):
+        for rank in range(ranks):
+            segments: list[Segment] = []
+            picked: list[int] = []
+            for i, n in enumerate(lengths):
+                width = -(-n // (2 * ranks))
+                for part in (rank, 2 * ranks - 1 - rank):
+                    first, end = min(part * width, n), min((part + 1) * width, n)
+                    segments.append(Segment(len(picked), end - first, first, cu[i], n))
+                    picked += range(cu[i] + first, cu[i] + end)
+            own = torch.tensor(picked, device="cuda", dtype=torch.int64)
+            case = f"rank {rank} of {ranks}"
+            part, lse2 = attend(b.q[own], b.k, b.v, segments, scale=SCALE, kv_tile=TILE, kv_split=SPLIT)
+            report.same("context parallel", f"{case} forward", part, out[own])
+            report.same("context parallel", f"{case} lse2", lse2, total_lse2[own])
+            dq = query_gradient(b.q[own], b.k, b.v, b.d_out[own], lse2, sums[own], segments, scale=SCALE)
+            dk, dv = key_gradient(b.q, b.k[own], b.v[own], b.d_out, total_lse2, sums, segments, scale=SCALE)
+            for name, got, want in zip("qkv", (dq, dk, dv), grads, strict=True):
+                report.same("context parallel", f"{case} d{name}", got, want[own])
+
+
+def repetitions(report: Report) -> None:
+    b, count = make(1500), 200
+    pages = Pages(b, 16)
+    report.repeats("forward repeated", count, lambda: (forward(b, (1100, 400)),))
+    report.repeats("backward repeated", count, lambda: gradients(b, (1100, 400)))
+    report.repeats("decode repeated", count, lambda: (pages.run(b.q, [(1499, 1500), (1024, 1025), (9, 10)]),))
+    cu, static = offsets((1100, 400)), [x.clone() for x in b[:3]]
+    run = lambda: attention(*static, cu, scale=SCALE, kv_tile=TILE, kv_split=SPLIT)
+    eager, graph = run(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    captured.zero_()
+    graph.replay()
+    report.same("graph = eager", "prefill", captured, eager)
+    run_decode, decode = _decode(b, pages, [1500, 1025, 10])
+    eager = run_decode()
+    graph, captured = _graphed(run_decode)
+    captured.zero_()
+    graph.replay()
+    report.same("graph = eager", "decode", captured, eager)
+    report.same("graph = eager", "decode is right", eager, forward(b, (1500,))[[n - 1 for n in decode]])
+
+
+def _decode(b: Inputs, pages: Pages, ends: list[int], tile: int = TILE, split: int = SPLIT) -> tuple[Callable[[], torch.Tensor], list[int]]:
+    """A decode step that reads nothing on the host."""
+    q = b.q[[n - 1 for n in ends]]
+    table = pages.table.repeat(len(ends), 1)
+    starts, lengths = torch.arange(len(ends) + 1, device="cuda"), torch.tensor(ends, device="cuda")
+    return lambda: paged_attention(q, pages.cache, table, starts, lengths, scale=SCALE, kv_tile=tile, kv_split=split), ends
+
+
+def _graphed(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    return graph, captured
+
+
+def planted(report: Report) -> None:
+    """Faults that the byte comparisons above must see."""
+    b = make(2500)
+    cu = offsets((2500,))
+    keys, segments = backend.packed(b.k, b.v), backend.whole(cu)
+    right, kernel = forward(b, (2500,)), backend.attention_forward
+    run = lambda m, warps: backend.run_forward("attention", b.q, keys, segments, SCALE, TILE, SPLIT, True, tiles=Tiles(m, TILE, warps, 2))[
+        1
+    ]
+    sums = "        s = tl.dot(p, ones, s * alpha[:, None])\n"
+    try:
+        fault = "        s = s * alpha[:, None] + tl.sum(p.to(tl.float32), 1)[:, None]\n"
+        backend.attention_forward = planted_module(triton_forward, (sums, fault)).attention_forward
+        report.differs("tl.sum row sums, tiles 16 and 128", run(16, 4), run(128, 8))
+    finally:
+        backend.attention_forward = kernel
+    report.same("planting leaves no trace", "forward", forward(b, (2500,)), right)
+    pages = Pages(b, 16)
+    spans = [(n - 1, n) for n in range(1000, 2500, 37)]
+    wanted = right[[n - 1 for _, n in spans]]
+    report.same("control of the next", "decode", pages.run(b.q, spans), wanted)
+    report.differs("decode with automatic splits", pages.run(b.q, spans, TILE, 256), wanted)
+    report.differs("decode with another tile", pages.run(b.q, spans, 128, SPLIT), wanted)
+
+
+def _time_training(report: Report, n: int, batch: int) -> None:
+    b, cu = make(n * batch), offsets((n,) * batch)
+    q, k, v, do = (x.view(batch, n, -1, DIM).transpose(1, 2).detach().requires_grad_() for x in b)
+    gflop = 4 * HEADS * DIM * batch * n * n / 2 / 1e9
+    arms: dict[str, Callable[[], Any]] = {"sdpa": lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)}
+    for tile, split in ((64, 1024), (128, 1024), (64, 0)):
+        arms[f"rlk {tile}/{split}"] = partial(attention, b.q, b.k, b.v, cu, scale=SCALE, kv_tile=tile, kv_split=split)
+    report.timed(f"prefill {n} x {batch}", arms, gflop=gflop)
+    if n > 8192:
+        return
+    theirs = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+    out, lse2 = attention_with_lse(b.q, b.k, b.v, cu, scale=SCALE, kv_tile=TILE, kv_split=SPLIT)
+    inputs, segments = (b.q, b.k, b.v, b.d_out, lse2, delta(out, b.d_out)), backend.whole(cu)
+    arms = {
+        "sdpa": lambda: torch.autograd.grad(theirs, (q, k, v), do, retain_graph=True),
+        "rlk": lambda: torch.ops.rlk.attention_backward(b.q, b.k, b.v, out, lse2, b.d_out, cu, SCALE),
+    }
+    for case in (None, Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2)):
+        arms[f"dq {tuple(case or ())}"] = partial(backend.run_query_gradient, inputs, segments, SCALE, case)
+    for case in (None, Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 4, 2), Tiles(32, 128, 8, 3)):
+        arms[f"dk dv {tuple(case or ())}"] = partial(backend.run_key_gradient, inputs, segments, SCALE, case)
+    report.timed(f"backward {n} x {batch}", arms, gflop=2.5 * gflop)
+
+
+def _time_forward_tiles(report: Report, n: int, batch: int) -> None:
+    b = make(n * batch)
+    keys, segments = backend.packed(b.k, b.v), backend.whole(offsets((n,) * batch))
+    arms: dict[str, Callable[[], Any]] = {}
+    for m, tile, warps, stages in (
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3),
+    ):  # fmt: skip
+        run = partial(backend.run_forward, "attention", b.q, keys, segments, SCALE, tile, 1024, True, Tiles(m, tile, warps, stages), 1)
+        arms[f"{m} {tile} {warps} {stages}"] = run
+    report.timed(f"prefill tiles {n} x {batch}", arms)
+
+
+def _time_decode(report: Report, n: int, batch: int) -> None:
+    cache = torch.randn(batch * n // 16, KV_HEADS, 16, 2 * DIM, device="cuda").bfloat16()
+    table = torch.arange(len(cache), dtype=torch.int32, device="cuda").view(batch, -1)
+    keys = cache.view(batch, -1, KV_HEADS, 16, 2 * DIM).transpose(1, 2).flatten(2, 3)
+    k, v = keys[..., :DIM].contiguous(), keys[..., DIM:].contiguous()
+    q, starts, ends = make(batch).q, torch.arange(batch + 1, device="cuda"), torch.full((batch,), n, device="cuda")
+    graphs = {"sdpa": _graphed(lambda: sdpa(q[:, :, None], k, v, enable_gqa=True))}
+    for tile, split in ((64, 1024), (128, 1024), (128, 2048), (64, 0)):
+        run = partial(paged_attention, q, cache, table, starts, ends, scale=SCALE, kv_tile=tile, kv_split=split)
+        graphs[f"rlk {tile}/{split}"] = _graphed(run)
+    arms = {arm: graph.replay for arm, (graph, _) in graphs.items()}
+    report.timed(f"decode {batch} x {n}", arms, megabytes=4 * n * batch * KV_HEADS * DIM / 1e6)
+
+
+def times(report: Report) -> None:
+    for n, batch in ((512, 8), (2048, 4), (8192, 1), (32768, 1)):
+        _time_training(report, n, batch)
+    _time_forward_tiles(report, 2048, 4)
+    for n, batch in ((1024, 32), (8192, 32), (8192, 4), (8192, 1), (32768, 1)):
+        _time_decode(report, n, batch)
+
+
+SECTIONS = {
+    run.__name__: run
+    for run in (accuracy, tiles, tiles_backward, lengths_short, prefills_short, lengths_long, chunks, layouts, planted, repetitions, times)
+}
+
+if __name__ == "__main__":
+    main("check_attention", SECTIONS)
