@@ -18,12 +18,13 @@ from rlk.contract.update import AdamParams, GrpoParams
 from rlk.contract.workloads import SAMPLING_ROWS, SamplingRow
 from rlk.evidence.bytes import Token
 from rlk.evidence.rundir import new_run_id
+from rlk.evidence.updates import Update, facts_of
 from rlk.loop.cluster import Cluster, Remote
 from rlk.loop.controller import run_loop
 from rlk.loop.plan import EngineMode, RunPlan, make_plan
 from rlk.loop.prepare import prepare_tiny
 from rlk.loop.profile import DEFAULT_MODEL, Profile
-from rlk.loop.records import RunSummary, logprobs_file
+from rlk.loop.records import RunSummary, StepResult, logprobs_file
 
 PROMPTS, GROUP, KL_COEF = 8, 8, 1e-2
 """Of one update in an integration cell: 64 samples."""
@@ -116,10 +117,21 @@ def hand_in_run(evidence: Evidence, summary: RunSummary) -> None:
     """Kernels, engines and figures of a run of the loop."""
     hand_in_engines(evidence, summary.manifest.engines)
     evidence.fact("run_directory", summary.directory.name)
-    evidence.fact("model_hashes", list(summary.model_hashes))
-    evidence.fact("reward_per_step", list(summary.rewards))
-    evidence.fact("kl_per_step", list(summary.kls))
-    evidence.fact("tokens_compared", summary.tokens)
+    for name, value in facts_of([_update(step) for step in summary.steps]).items():
+        evidence.fact(name, value)
+
+
+def _update(step: StepResult) -> Update:
+    return Update(
+        step=step.step,
+        tokens=step.logprob.elements,
+        reward=step.reward_mean,
+        kl=step.kl,
+        before=step.hash_before,
+        after=step.hash_after,
+        published=step.train[1],
+        read_back=step.rollout[1],
+    )
 
 
 def compare_logprobs(evidence: Evidence, summary: RunSummary) -> None:
