@@ -17,9 +17,9 @@ from rlk.contract.orders import fold_pairs
 from rlk.contract.topology import Topology
 from rlk.evidence.bytes import Token
 from rlk.model.config import Qwen3Config
+from rlk.model.shards import dimension
 from rlk.model.weights import tensor_hash
 from rlk.parallel.pool import Outcome, Pool, free_port, require
-from rlk.train.shards import dimension
 
 WORKER = Path(__file__).with_name("ws2_worker.py")
 ENGINE = "rlk.train.trainer"

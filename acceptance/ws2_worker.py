@@ -22,9 +22,10 @@ from rlk.contract.sampling import SamplingParams
 from rlk.contract.topology import TokenLeaves
 from rlk.contract.update import GrpoParams
 from rlk.kernels import dispatch
+from rlk.model import linear, shards
 from rlk.model.weights import tensor_hash
 from rlk.parallel import collectives, link
-from rlk.train import batch, linear, modules, process, shards
+from rlk.train import batch, modules, process
 from rlk.train.batch import Sample, micro_batches
 from rlk.train.trainer import MegatronTrainer
 

@@ -25,11 +25,11 @@ from rlk.kernels.lm_head import lm_head_weight_grad
 from rlk.kernels.qk_norm import qk_norm, qk_norm_shard_gamma_grads
 from rlk.kernels.rms_norm import rms_norm, rms_norm_gamma_grad
 from rlk.model.config import Qwen3Config
+from rlk.model.linear import column, output, row, vocabulary_embedding
 from rlk.model.qwen3 import LayerOps, decoder_layer
 from rlk.parallel.state import Parallel
 from rlk.train.batch import MicroBatch
 from rlk.train.context import ContextAttention
-from rlk.train.linear import column, output, row, vocabulary_embedding
 from rlk.train.tokens import LayoutError, Tokens
 
 

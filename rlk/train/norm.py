@@ -10,8 +10,8 @@ import torch
 
 from rlk.contract.orders import fold_pairs
 from rlk.contract.update import NORM_BLOCK
+from rlk.model.shards import dimension
 from rlk.parallel.collectives import Group
-from rlk.train.shards import dimension
 
 
 class GradientNormError(ArithmeticError):

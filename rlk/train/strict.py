@@ -12,10 +12,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from rlk.contract.numerics import Numerics
 from rlk.contract.settings import require_settings
 from rlk.kernels.rope import rope_table
+from rlk.model import shards
 from rlk.model.config import Qwen3Config
 from rlk.model.trace import Trace
 from rlk.parallel.state import Parallel
-from rlk.train import parameters, shards
+from rlk.train import parameters
 from rlk.train.batch import MicroBatch
 from rlk.train.megatron import Seeds, megatron_settings
 from rlk.train.modules import StrictAttention, StrictColumn, StrictConfig, StrictGPT, StrictHeadNorm, StrictLayer, StrictNorm, StrictRow

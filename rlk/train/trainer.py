@@ -17,10 +17,11 @@ from rlk.contract.numerics import DEFAULT, ContractError, Numerics
 from rlk.contract.topology import Topology
 from rlk.contract.update import MAX_GRAD_NORM, AdamParams, GrpoParams
 from rlk.kernels.rope import table_hash
+from rlk.model import shards
 from rlk.model.layout import pack_weights, unpack_weights
 from rlk.model.trace import Trace
 from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hash
-from rlk.train import parameters, process, readback, shards, state
+from rlk.train import parameters, process, readback, state
 from rlk.train.batch import MicroBatch, Sample, micro_batches
 from rlk.train.native import NativeModel
 from rlk.train.objective import BatchLoss, LossSummary, Scores
