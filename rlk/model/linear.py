@@ -34,6 +34,11 @@ def output(x: torch.Tensor, w: torch.Tensor, shards: int, tp: Group) -> torch.Te
     return result
 
 
+def joined(columns: torch.Tensor, tp: Group) -> torch.Tensor:
+    """All ranks' columns side by side, [T, N] from [T, N of each rank]."""
+    return columns if tp.size == 1 else torch.cat(list(tp.all_gather_many([columns])[0]), dim=1)
+
+
 def row(x: torch.Tensor, w: torch.Tensor, shards: int, tp: Group) -> torch.Tensor:
     """x [T, K of this rank] · wᵀ, w [N, K of this rank]: split order over all ranks' shards, whole on every rank. Input gradient: plain."""
     if tp.size == 1:

@@ -16,16 +16,17 @@ import torch
 from torch import nn
 
 from rlk.contract.numerics import Numerics
-from rlk.kernels.det_gemm import det_gemm
-from rlk.kernels.embedding import embedding
-from rlk.kernels.lm_head import lm_head
+from rlk.contract.topology import owned
 from rlk.kernels.qk_norm import qk_norm
 from rlk.kernels.rms_norm import rms_norm
 from rlk.kernels.rope import rope, rope_table
 from rlk.kernels.swiglu import swiglu
+from rlk.model import shards
 from rlk.model.config import Qwen3Config
 from rlk.model.layout import pack_weights, packed_shapes, unpack_weights
+from rlk.model.linear import column, joined, output, row, vocabulary_embedding
 from rlk.model.trace import Trace
+from rlk.parallel.collectives import ALONE, Group
 
 Unary = Callable[[torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -89,8 +90,8 @@ def decoder_layer(
     x = keep("attn_residual", x + keep("o_proj", ops.o_proj(attended)))
     gate_up = keep("gate_up", ops.gate_up(keep("post_norm", ops.post_norm(x))))
     # A tensor-parallel rank holds a whole number of canonical shards; their count follows from the local width.
-    shards = numerics.canonical_tp * gate_up.shape[-1] // (2 * config.intermediate_size)
-    activated = keep("swiglu", swiglu(gate_up, shards))
+    held = numerics.canonical_tp * gate_up.shape[-1] // (2 * config.intermediate_size)
+    activated = keep("swiglu", swiglu(gate_up, held))
     return keep("mlp_residual", x + keep("down_proj", ops.down_proj(activated)))
 
 
@@ -111,25 +112,27 @@ class Qwen3Layer(nn.Module):
         for name, shape in shapes.items():
             setattr(self, name, _unset(shape, device))
 
-    def ops(self, attend: Attend, config: Qwen3Config, numerics: Numerics) -> LayerOps:
-        """The canonical operators on whole weights: split order where tensor parallelism may cut a contraction, else plain order."""
-        eps, tp = config.rms_norm_eps, numerics.canonical_tp
+    def ops(self, attend: Attend, config: Qwen3Config, numerics: Numerics, tp: Group = ALONE) -> LayerOps:
+        """The canonical operators on this rank's weights: split order where tensor parallelism may cut a contraction, else plain order."""
+        eps, held = config.rms_norm_eps, len(owned(tp.size, tp.rank, numerics.canonical_tp))
         return LayerOps(
             input_norm=partial(rms_norm, gamma=self.input_norm, eps=eps),
-            qkv=partial(det_gemm, w=self.qkv, grad_splits=tp),
+            qkv=partial(column, w=self.qkv, shards=held, tp=tp),
             q_norm=partial(qk_norm, gamma=self.q_norm, eps=eps),
             k_norm=partial(qk_norm, gamma=self.k_norm, eps=eps),
             attend=attend,
-            o_proj=partial(det_gemm, w=self.o_proj, splits=tp),
+            o_proj=partial(row, w=self.o_proj, shards=held, tp=tp),
             post_norm=partial(rms_norm, gamma=self.post_norm, eps=eps),
-            gate_up=partial(det_gemm, w=self.gate_up, grad_splits=tp),
-            down_proj=partial(det_gemm, w=self.down_proj, splits=tp),
+            gate_up=partial(column, w=self.gate_up, shards=held, tp=tp),
+            down_proj=partial(row, w=self.down_proj, shards=held, tp=tp),
         )
 
 
 class Qwen3Dense(nn.Module):
-    """Qwen3 dense on one rank with packed bf16 weights; attention (and with it the KV cache) belongs to the caller.
+    """Qwen3 dense with packed bf16 weights; attention (and with it the KV cache) belongs to the caller.
 
+    tp: the ranks that share the model, each with its canonical shards of heads, intermediate columns and vocabulary; by default this
+    process has all of them. Every rank of the group calls every method but :meth:`parts`, with equal arguments.
     Parameter names are the packed names of ``rlk.model.layout``; they take no gradient. Until weights are loaded every parameter is NaN.
     The rope table is a buffer outside the state dict; max_positions bounds the positions that forward accepts.
     """
@@ -137,11 +140,17 @@ class Qwen3Dense(nn.Module):
     rope_table: torch.Tensor
 
     def __init__(
-        self, config: Qwen3Config, numerics: Numerics, *, max_positions: int | None = None, device: torch.device | None = None
+        self,
+        config: Qwen3Config,
+        numerics: Numerics,
+        *,
+        max_positions: int | None = None,
+        device: torch.device | None = None,
+        tp: Group = ALONE,
     ) -> None:
         super().__init__()
-        self.config, self.numerics = config, numerics
-        shapes = packed_shapes(config, numerics)
+        self.config, self.numerics, self.tp = config, numerics, tp
+        shapes = {name: shards.part_shape(name, shape, self.tp) for name, shape in packed_shapes(config, numerics).items()}
         self.embedding = _unset(shapes["embedding"], device)
         self.layers = nn.ModuleList()
         for i in range(config.num_hidden_layers):
@@ -157,11 +166,15 @@ class Qwen3Dense(nn.Module):
         packed = pack_weights(tensors, self.config, self.numerics)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                parameter.copy_(packed[name])
+                parameter.copy_(shards.part(name, packed[name], self.tp))
 
     def hf_tensors(self) -> dict[str, torch.Tensor]:
-        """The weights that this module computes with, by HF name: the read-back behind a model hash."""
-        return unpack_weights(dict(self.named_parameters()), self.config, self.numerics)
+        """The weights that this module and its peers compute with, by HF name: the read-back behind a model hash."""
+        return unpack_weights(shards.whole(self.parts(), self.tp), self.config, self.numerics)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The weights that this rank computes with, by packed name."""
+        return dict(self.named_parameters())
 
     def forward(
         self,
@@ -172,13 +185,14 @@ class Qwen3Dense(nn.Module):
     ) -> torch.Tensor:
         """ids, positions: int64 [T] -> final-norm hidden states bf16 [T, H].
 
-        attend(layer, q, k, v) -> [T, Hq·D] is called once per layer, in order. Raises IndexError for an id outside the vocabulary.
+        attend(layer, q, k, v) -> [T, Hq·D] is called once per layer, in order, with this rank's heads. Raises IndexError for an id outside
+        the vocabulary.
         """
-        x = embedding(ids, self.embedding, self.config.vocab_size)
+        x = vocabulary_embedding(ids, self.embedding, self.config.vocab_size, self.tp)
         if trace is not None:
             trace.put("embedding", x)
         for i, layer in enumerate(cast(Iterable[Qwen3Layer], self.layers)):
-            ops = layer.ops(partial(attend, i), self.config, self.numerics)
+            ops = layer.ops(partial(attend, i), self.config, self.numerics, self.tp)
             x = decoder_layer(x, ops, positions, self.rope_table, self.config, self.numerics, trace, f"layers.{i}.")
         hidden = rms_norm(x, self.final_norm, self.config.rms_norm_eps)
         if trace is not None:
@@ -186,12 +200,15 @@ class Qwen3Dense(nn.Module):
         return hidden
 
     def logits(self, hidden: torch.Tensor, trace: Trace | None = None) -> torch.Tensor:
-        """hidden bf16 [T, H] -> fp32 [T, vocab_size]; the columns of the padding rows are cut off."""
-        padded = lm_head(hidden, self.lm_head, grad_splits=self.numerics.canonical_tp)
-        logits = padded[:, : self.config.vocab_size]
+        """hidden bf16 [T, H] -> fp32 [T, vocab_size] on every rank; the columns of the padding rows are cut off."""
+        logits = joined(self.columns(hidden), self.tp)[:, : self.config.vocab_size]
         if trace is not None:
             trace.put("logits", logits)
         return logits
+
+    def columns(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden bf16 [T, H] -> fp32 [T, padded vocabulary / ranks]: the logits of this rank's vocabulary shards, padding included."""
+        return output(hidden, self.lm_head, len(owned(self.tp.size, self.tp.rank, self.numerics.canonical_tp)), self.tp)
 
 
 def _unset(shape: tuple[int, ...], device: torch.device | None) -> nn.Parameter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -22,6 +22,12 @@ def part(name: str, whole: torch.Tensor, tp: Group) -> torch.Tensor:
     """This rank's shards of a whole packed tensor: one run of adjacent rows or columns."""
     cut = dimension(name)
     return whole if cut is None or tp.size == 1 else whole.chunk(tp.size, cut)[tp.rank].contiguous()
+
+
+def part_shape(name: str, shape: Sequence[int], tp: Group) -> tuple[int, ...]:
+    """Shape of a rank's part of a whole tensor of ``shape``."""
+    cut = dimension(name)
+    return tuple(size // tp.size if at == cut else size for at, size in enumerate(shape))
 
 
 def whole_shape(name: str, shape: torch.Size, tp: Group) -> tuple[int, ...]:

@@ -103,6 +103,15 @@ class Group:
         self.link.run(lambda: call(received, sent, group=self._handle), self.name, op, others)
 
 
+class _Alone(Group):
+    def __init__(self) -> None:
+        self.name, self.rank, self.size, self.members = "alone", 0, 1, (0,)
+
+
+ALONE: Group = _Alone()
+"""A group of one for a process that has joined no job: nothing is sent, and it has no link."""
+
+
 def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All bytes in one vector, each tensor at a multiple of 16."""
     pieces = []
