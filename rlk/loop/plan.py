@@ -26,7 +26,7 @@ from rlk.model.config import Qwen3Config
 from rlk.model.weights import load_checkpoint
 
 EngineMode = Literal["strict", "native"]
-TINY_LR = 1e-3
+TINY_LR = 3e-4
 LOOPBACK = "127.0.0.1"
 
 

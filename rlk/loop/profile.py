@@ -59,7 +59,7 @@ class Profile(BaseModel):
     prompts: int = Field(4, ge=1, description="prompts per update")
     group_size: int = Field(8, ge=1, description="responses per prompt, compared with each other")
     micro_batch_size: int = Field(8, ge=1, description="samples per forward pass of the trainer")
-    lr: float | None = Field(None, description="learning rate (default: 1e-3 for a prepared tiny model, else 5e-7)")
+    lr: float | None = Field(None, description="learning rate (default: 3e-4 for a prepared tiny model, else 5e-7)")
     weight_decay: float = Field(0.1, description="decoupled weight decay of matrices")
     kl_coef: float = Field(0.0, description="weight of the KL term against the start weights")
     seed: int = Field(0, ge=0, lt=2**63, description="names the prompts and every draw")
