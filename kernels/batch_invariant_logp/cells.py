@@ -15,8 +15,11 @@ from rlk.kernels.batch_invariant_logp import (
     reference,
 )
 from rlk.kernels.case import Draw, Launch, Leaves, OperatorCase, Tensors, differentiate, exact, leaf
+from rlk.kernels.det_gemm import reference as gemm_reference
 from rlk.kernels.lm_head import lm_head, lm_head_weight_grad
+from rlk.kernels.lm_head import reference as lm_head_reference
 from rlk.kernels.logp import logp_with_lse
+from rlk.kernels.logp import reference as logp_reference
 from rlk.kernels.logp.cells import draw_rows, vocabulary
 
 
@@ -59,12 +62,13 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         return {"logp": score.detach(), "lse": lse}, {"hidden": dhidden, "weight": dweight}
 
     def specified(gradient: bool) -> Tensors:
-        hidden, some = exact(rows["hidden"]), exact(weight[:wanted])
-        whole = torch.cat((some, weight[wanted:].float()))
-        score, lse = reference.batch_invariant_logp(hidden, whole, rows["ids"], rows["temperature"], vocab, rows["support"])
+        hidden = exact(rows["hidden"])
+        of_row = rows["ids"], rows["temperature"], vocab, rows["support"]
         if not gradient:
-            return {"logp": score, "lse": lse}
-        return dict(zip(("hidden", "weight"), differentiate(score, rows["seed"], hidden, some)))
+            return dict(zip(("logp", "lse"), reference.batch_invariant_logp(hidden, weight, *of_row)))
+        logits = lm_head_reference.lm_head(hidden, weight)
+        dhidden, dlogits = differentiate(logp_reference.logp(logits, *of_row), rows["seed"], hidden, logits)
+        return {"hidden": dhidden, "weight": gemm_reference.det_gemm_weight_grad(rows["hidden"], dlogits[:, :wanted])}
 
     case = OperatorCase(shape, rows, forward, gradients, specified, weight_gradients, composed=composed)
     return case

@@ -9,7 +9,7 @@ def logp(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, vocab_size: int, support: torch.Tensor | None = None
 ) -> torch.Tensor:
     """log softmax(z/T)[id] over the row's support: real columns (< vocab_size) that ``support`` holds. [T] in the dtype of ``logits``."""
-    allowed = torch.arange(logits.shape[1]) < vocab_size
+    allowed = torch.arange(logits.shape[1], device=logits.device) < vocab_size
     if support is not None:
         allowed = allowed & support
     scaled = (logits / temperature.to(logits.dtype)[:, None]).masked_fill(~allowed, -torch.inf)

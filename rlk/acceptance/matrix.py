@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlk.acceptance.cell import PLATFORMS, Cell, Platform
+from rlk.acceptance.ws1 import ws1_cells
 from rlk.acceptance.ws2 import ws2_cells
 from rlk.contract.judgments import NEGATIVE_CONTROLS
 from rlk.contract.models import QWEN3_8B, TINY, ModelShape
@@ -41,7 +42,8 @@ UPDATE_FACTS = (*ENGINES, "model_hashes", "reward_per_step", "kl_per_step", "tok
 
 def enumerate_cells(platform: Platform) -> tuple[Cell, ...]:
     """Every cell of one platform in a fixed order, unsupported ones included."""
-    return (*ws2_cells(platform), *_chain(platform), *_integration(platform), *_ablations(platform), *_controls(platform))
+    engines = (*_chain(platform), *_integration(platform), *_ablations(platform), *_controls(platform))
+    return (*ws1_cells(platform), *ws2_cells(platform), *engines)
 
 
 def all_cells() -> tuple[Cell, ...]:
