@@ -35,25 +35,24 @@ class Tiles(NamedTuple):
 
 def forward_tiles(states: int, kv_tile: int, dim: int) -> Tiles:
     """For ``states`` positions times query heads per sequence and KV head."""
-    wide = dim > 128 or kv_tile * dim > 128 * 128
-    stages = 2 if platform() == "cuda" and not wide else 1
+    cuda, wide = platform() == "cuda", dim > 128 or kv_tile * dim > 128 * 128
     if states <= 16:
-        return Tiles(16, kv_tile, 4, stages)
+        return Tiles(16, kv_tile, 4, 2 if cuda and not wide else 1)
     if states <= 64 or wide:
-        return Tiles(64, kv_tile, 4, stages)
-    return Tiles(128, kv_tile, 8 if platform() == "cuda" else 4, stages)
+        return Tiles(64, kv_tile, 4, 2 if cuda and not wide else 1)
+    return Tiles(128, kv_tile, 8, 3 if kv_tile <= 64 else 2) if cuda else Tiles(128, kv_tile, 4, 1)
 
 
 def query_gradient_tiles(dim: int) -> Tiles:
-    if platform() == "cuda":
-        return Tiles(128, 64, 8, 2) if dim <= 128 else Tiles(64, 32, 4, 1)
-    return Tiles(64, 64, 4, 1) if dim <= 128 else Tiles(64, 32, 4, 1)
+    if dim > 128:
+        return Tiles(64, 32, 4, 1)
+    return Tiles(64, 64, 4, 2 if platform() == "cuda" else 1)
 
 
 def key_gradient_tiles(dim: int) -> Tiles:
-    if platform() == "cuda":
-        return Tiles(32, 128, 8, 2) if dim <= 128 else Tiles(32, 64, 8, 1)
-    return Tiles(32, 64, 4, 1) if dim <= 128 else Tiles(16, 32, 4, 1)
+    if dim > 128:
+        return Tiles(32, 64, 8, 1) if platform() == "cuda" else Tiles(16, 32, 4, 1)
+    return Tiles(32, 64, 4, 2 if platform() == "cuda" else 1)
 
 
 class Segments(NamedTuple):

@@ -83,38 +83,36 @@ def _tile_states(
             tl.store(selected + row, tl.load(z + id))
 
 
-@triton.jit(do_not_specialize=["tiles", "limit"])
+@triton.jit(do_not_specialize=["rows", "tiles", "limit"])
 def _part(
-    ids, temperature, support, active, selected, top, total, part, support_stride, tiles, limit,
-    SHARD: tl.constexpr, SHARDS: tl.constexpr, SUPPORT: tl.constexpr, ACTIVE: tl.constexpr,
+    ids, temperature, support, active, selected, top, total, part, support_stride, rows, tiles, limit,
+    SHARD: tl.constexpr, SHARDS: tl.constexpr, BLOCK: tl.constexpr, SUPPORT: tl.constexpr, ACTIVE: tl.constexpr,
 ):  # fmt: skip
-    """part[row] = (max, sum, z/T of the row's id): tiles ascending, shards by tree. Grid: (rows,).
+    """part[row] = (max, sum, z/T of the row's id): tiles ascending, shards by tree. Grid: (blocks of rows,).
 
     An id elsewhere gives +0, one that could not be scored NaN.
     """
-    row = tl.program_id(0).to(tl.int64)
-    if ACTIVE:  # noqa: SIM102
-        if tl.load(active + row) == 0:
-            tl.store(part + row * 3 + tl.arange(0, 4), 0.0, mask=tl.arange(0, 4) < 3)
-            return
-    shard = tl.arange(0, SHARDS)[:, None]
-    m = tl.full([SHARDS, 1], MINUS_INFINITY, tl.float32)
-    s = tl.zeros([SHARDS, 1], tl.float32)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = row < rows
+    scored = real & (tl.load(active + row, mask=real, other=0) != 0) if ACTIVE else real
+    m = tl.full([SHARDS, BLOCK], MINUS_INFINITY, tl.float32)
+    s = tl.zeros([SHARDS, BLOCK], tl.float32)
     for tile in range(tiles):
-        at = (row * tiles + tile) * SHARDS + shard
-        m, s = _merge(m, s, tl.load(top + at), tl.load(total + at))
+        at = (row * tiles + tile)[None, :] * SHARDS + tl.arange(0, SHARDS)[:, None]
+        part_m = tl.load(top + at, mask=scored[None, :], other=MINUS_INFINITY)
+        part_s = tl.load(total + at, mask=scored[None, :], other=0.0)
+        m, s = _merge(m, s, part_m, part_s)
     m, s = _merge_shards(m, s)
-    t = tl.load(temperature + row)
-    id = tl.load(ids + row)
-    one = tl.arange(0, 1)
+    t = tl.load(temperature + row, mask=scored, other=1.0)
+    id = tl.load(ids + row, mask=scored, other=-1)
     here = (id >= 0) & (id < SHARDS * SHARD)
     valid = here & (id < limit) & (t > 0.0) & (t < float("inf"))
     if SUPPORT:
         valid &= tl.load(support + row * support_stride + id, mask=valid, other=0) != 0
     z = tl.div_rn(tl.load(selected + row, mask=valid, other=0.0), t)
-    tl.store(part + row * 3 + one, m)
-    tl.store(part + row * 3 + 1 + one, s)
-    tl.store(part + row * 3 + 2, tl.where(valid, z, tl.where(here, float("nan"), 0.0)))
+    tl.store(part + row * 3, tl.where(scored, m, 0.0), mask=real)
+    tl.store(part + row * 3 + 1, tl.where(scored, s, 0.0), mask=real)
+    tl.store(part + row * 3 + 2, tl.where(valid, z, tl.where(here, float("nan"), 0.0)), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -212,8 +210,9 @@ class Rows:
         if rows:
             support, active, support_stride = self._masks()
             SOURCE.launch(
-                _part, (rows,), self.ids, self.temperature, support, active, self.selected, self.top, self.total, part, support_stride,
-                self.tiles, self.limit, op=None, warps=1, SHARD=self.shard, SHARDS=self.shards, **self._flags(),
+                _part, (triton.cdiv(rows, 4),), self.ids, self.temperature, support, active, self.selected, self.top, self.total, part,
+                support_stride, rows, self.tiles, self.limit, op=None, warps=1, SHARD=self.shard, SHARDS=self.shards, BLOCK=4,
+                **self._flags(),
             )  # fmt: skip
         return part
 

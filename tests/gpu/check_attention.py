@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from planting import planted_module
-from report import Report, main
+from report import Report, graphed, main
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from rlk.kernels.attention import attention, attention_with_lse, paged_attention, reference, triton_forward
@@ -278,38 +278,29 @@ def repetitions(report: Report) -> None:
     report.repeats("forward repeated", count, lambda: (forward(b, (1100, 400)),))
     report.repeats("backward repeated", count, lambda: gradients(b, (1100, 400)))
     report.repeats("decode repeated", count, lambda: (pages.run(b.q, [(1499, 1500), (1024, 1025), (9, 10)]),))
-    cu, static = offsets((1100, 400)), [x.clone() for x in b[:3]]
-    run = lambda: attention(*static, cu, scale=SCALE, kv_tile=TILE, kv_split=SPLIT)
-    eager, graph = run(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    captured.zero_()
-    graph.replay()
-    report.same("graph = eager", "prefill", captured, eager)
-    run_decode, decode = _decode(b, pages, [1500, 1025, 10])
-    eager = run_decode()
-    graph, captured = _graphed(run_decode)
-    captured.zero_()
-    graph.replay()
-    report.same("graph = eager", "decode", captured, eager)
-    report.same("graph = eager", "decode is right", eager, forward(b, (1500,))[[n - 1 for n in decode]])
+    cu = offsets((1100, 400))
+    runs: dict[str, Callable[[], Any]] = {
+        "prefill": lambda: (attention(*b[:3], cu, scale=SCALE, kv_tile=TILE, kv_split=SPLIT),),
+        "decode": lambda: (_decode(b, pages, ends),),
+    }
+    ends = torch.tensor([1500, 1025, 10], device="cuda")
+    out, lse2 = attention_with_lse(*b[:3], cu, scale=SCALE, kv_tile=TILE, kv_split=SPLIT)
+    runs["backward"] = lambda: torch.ops.rlk.attention_backward(*b[:3], out, lse2, b.d_out, cu, SCALE)
+    for name, run in runs.items():
+        eager = [x.clone() for x in run()]
+        replay, captured = graphed(run)
+        for x in captured:
+            x.zero_()
+        replay()
+        for x, y in zip(captured, eager, strict=True):
+            report.same("graph = eager", name, x, y)
+    report.same("the graphed decode is right", "decode", _decode(b, pages, ends), forward(b, (1500,))[ends - 1])
 
 
-def _decode(b: Inputs, pages: Pages, ends: list[int], tile: int = TILE, split: int = SPLIT) -> tuple[Callable[[], torch.Tensor], list[int]]:
+def _decode(b: Inputs, pages: Pages, ends: torch.Tensor) -> torch.Tensor:
     """A decode step that reads nothing on the host."""
-    q = b.q[[n - 1 for n in ends]]
-    table = pages.table.repeat(len(ends), 1)
-    starts, lengths = torch.arange(len(ends) + 1, device="cuda"), torch.tensor(ends, device="cuda")
-    return lambda: paged_attention(q, pages.cache, table, starts, lengths, scale=SCALE, kv_tile=tile, kv_split=split), ends
-
-
-def _graphed(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    return graph, captured
+    starts, table = torch.arange(len(ends) + 1, device="cuda"), pages.table.repeat(len(ends), 1)
+    return paged_attention(b.q[ends - 1], pages.cache, table, starts, ends, scale=SCALE, kv_tile=TILE, kv_split=SPLIT)
 
 
 def planted(report: Report) -> None:
@@ -325,10 +316,12 @@ def planted(report: Report) -> None:
     try:
         fault = "        s = s * alpha[:, None] + tl.sum(p.to(tl.float32), 1)[:, None]\n"
         backend.attention_forward = planted_module(triton_forward, (sums, fault)).attention_forward
-        report.differs("tl.sum row sums, tiles 16 and 128", run(16, 4), run(128, 8))
+        for one, two in (((16, 4), (128, 8)), ((32, 8), (64, 4))):
+            report.differs(f"tl.sum row sums, (tile, warps) {one} and {two}", run(*one), run(*two))
     finally:
         backend.attention_forward = kernel
-    report.same("planting leaves no trace", "forward", forward(b, (2500,)), right)
+    report.same("control of the last: row sums by tl.dot", "lse2", run(16, 4), run(128, 8))
+    report.same("control of the last: row sums by tl.dot", "forward", forward(b, (2500,)), right)
     pages = Pages(b, 16)
     spans = [(n - 1, n) for n in range(1000, 2500, 37)]
     wanted = right[[n - 1 for _, n in spans]]
@@ -341,10 +334,12 @@ def _time_training(report: Report, n: int, batch: int) -> None:
     b, cu = make(n * batch), offsets((n,) * batch)
     q, k, v, do = (x.view(batch, n, -1, DIM).transpose(1, 2).detach().requires_grad_() for x in b)
     gflop = 4 * HEADS * DIM * batch * n * n / 2 / 1e9
-    arms: dict[str, Callable[[], Any]] = {"sdpa": lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)}
-    for tile, split in ((64, 1024), (128, 1024), (64, 0)):
-        arms[f"rlk {tile}/{split}"] = partial(attention, b.q, b.k, b.v, cu, scale=SCALE, kv_tile=tile, kv_split=split)
-    report.timed(f"prefill {n} x {batch}", arms, gflop=gflop)
+    with torch.no_grad():
+        arms: dict[str, Callable[[], Any]] = {"sdpa": graphed(lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True))[0]}
+        for tile, split in ((64, 1024), (128, 1024), (64, 0)):
+            run = partial(attention, b.q, b.k, b.v, cu, scale=SCALE, kv_tile=tile, kv_split=split)
+            arms[f"rlk {tile}/{split}"] = graphed(run)[0]
+        report.timed(f"prefill {n} x {batch}", arms, gflop=gflop)
     if n > 8192:
         return
     theirs = sdpa(q, k, v, is_causal=True, enable_gqa=True)
@@ -352,12 +347,11 @@ def _time_training(report: Report, n: int, batch: int) -> None:
     inputs, segments = (b.q, b.k, b.v, b.d_out, lse2, delta(out, b.d_out)), backend.whole(cu)
     arms = {
         "sdpa": lambda: torch.autograd.grad(theirs, (q, k, v), do, retain_graph=True),
-        "rlk": lambda: torch.ops.rlk.attention_backward(b.q, b.k, b.v, out, lse2, b.d_out, cu, SCALE),
+        "rlk": graphed(lambda: torch.ops.rlk.attention_backward(b.q, b.k, b.v, out, lse2, b.d_out, cu, SCALE))[0],
+        "rlk delta": graphed(lambda: delta(out, b.d_out))[0],
+        "rlk dq": graphed(lambda: backend.run_query_gradient(inputs, segments, SCALE))[0],
+        "rlk dk dv": graphed(lambda: backend.run_key_gradient(inputs, segments, SCALE))[0],
     }
-    for case in (None, Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2)):
-        arms[f"dq {tuple(case or ())}"] = partial(backend.run_query_gradient, inputs, segments, SCALE, case)
-    for case in (None, Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 4, 2), Tiles(32, 128, 8, 3)):
-        arms[f"dk dv {tuple(case or ())}"] = partial(backend.run_key_gradient, inputs, segments, SCALE, case)
     report.timed(f"backward {n} x {batch}", arms, gflop=2.5 * gflop)
 
 
@@ -365,11 +359,12 @@ def _time_forward_tiles(report: Report, n: int, batch: int) -> None:
     b = make(n * batch)
     keys, segments = backend.packed(b.k, b.v), backend.whole(offsets((n,) * batch))
     arms: dict[str, Callable[[], Any]] = {}
-    for m, tile, warps, stages in (
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3),
+    for tile in (
+        Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(128, 64, 4, 3), Tiles(128, 128, 8, 2), Tiles(64, 128, 4, 1),
+        Tiles(64, 32, 4, 3),
     ):  # fmt: skip
-        run = partial(backend.run_forward, "attention", b.q, keys, segments, SCALE, tile, 1024, True, Tiles(m, tile, warps, stages), 1)
-        arms[f"{m} {tile} {warps} {stages}"] = run
+        run = partial(backend.run_forward, "attention", b.q, keys, segments, SCALE, tile.n, 1024, True, tile, 1)
+        arms[str(tuple(tile))] = graphed(run)[0]
     report.timed(f"prefill tiles {n} x {batch}", arms)
 
 
@@ -379,15 +374,22 @@ def _time_decode(report: Report, n: int, batch: int) -> None:
     keys = cache.view(batch, -1, KV_HEADS, 16, 2 * DIM).transpose(1, 2).flatten(2, 3)
     k, v = keys[..., :DIM].contiguous(), keys[..., DIM:].contiguous()
     q, starts, ends = make(batch).q, torch.arange(batch + 1, device="cuda"), torch.full((batch,), n, device="cuda")
-    graphs = {"sdpa": _graphed(lambda: sdpa(q[:, :, None], k, v, enable_gqa=True))}
+    arms = {"sdpa": graphed(lambda: sdpa(q[:, :, None], k, v, enable_gqa=True))[0]}
     for tile, split in ((64, 1024), (128, 1024), (128, 2048), (64, 0)):
         run = partial(paged_attention, q, cache, table, starts, ends, scale=SCALE, kv_tile=tile, kv_split=split)
-        graphs[f"rlk {tile}/{split}"] = _graphed(run)
-    arms = {arm: graph.replay for arm, (graph, _) in graphs.items()}
+        arms[f"rlk {tile}/{split}"] = graphed(run)[0]
     report.timed(f"decode {batch} x {n}", arms, megabytes=4 * n * batch * KV_HEADS * DIM / 1e6)
 
 
 def times(report: Report) -> None:
+    b, cu = make(64), offsets((64,))
+    table, starts = torch.zeros(64, 4, dtype=torch.int32, device="cuda"), torch.arange(65, device="cuda")
+    cache = torch.zeros(1, KV_HEADS, 16, 2 * DIM, device="cuda").bfloat16()
+    report.host_time("host time of a call", {
+        "attention": lambda: attention(b.q, b.k, b.v, cu, scale=SCALE, kv_tile=64, kv_split=1024),
+        "paged_attention": lambda: paged_attention(b.q, cache, table, starts, starts[1:], scale=SCALE, kv_tile=64, kv_split=1024),
+        "sdpa": lambda: sdpa(b.q.transpose(0, 1)[None], b.k.transpose(0, 1)[None], b.v.transpose(0, 1)[None], enable_gqa=True),
+    })  # fmt: skip
     for n, batch in ((512, 8), (2048, 4), (8192, 1), (32768, 1)):
         _time_training(report, n, batch)
     _time_forward_tiles(report, 2048, 4)

@@ -7,11 +7,12 @@ Qwen3-8B's vocabulary and hidden size. Writes $OUT/check_logp.json and exits 1 i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from planting import planted_module
-from report import Report, main
+from report import Report, graphed, main
 
 from rlk.contract.topology import token_leaves
 from rlk.kernels.batch_invariant_logp import (
@@ -200,13 +201,10 @@ def repetitions(report: Report) -> None:
     report.repeats("batch_invariant_logp repeated", 200, run)
     for name, call in (("logp", lambda: logp_with_lse(r.logits, r.ids, r.temperature, **SIZES)), ("batch_invariant_logp", run)):
         eager = [x.clone() for x in call()]
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call()
+        replay, captured = graphed(call)
         for x in captured:
             x.zero_()
-        graph.replay()
+        replay()
         for a, b in zip(captured, eager, strict=True):
             report.same("graph = eager", name, a, b)
 
@@ -249,38 +247,38 @@ def _time_logits(report: Report) -> None:
     with torch.no_grad():
         arms = {"torch": lambda: torch.log_softmax(r.logits, 1).gather(1, r.ids[:, None])}
         arms["rlk"] = lambda: torch.ops.rlk.logp(r.logits, r.ids, ones, None, None, VOCAB, PADDED, SHARDS, 1024)
-        for each in (1, 2, 4, 8, 19):
+        for each in (1, 8, 19):
             states = backend.Rows("logp", r.ids, ones, None, None, VOCAB)
             states.start(PADDED, SHARDS, 1024)
-            arms[f"states {each}"] = lambda states=states, each=each: states.add(r.logits, 0, 0, SHARDS, each)
+            arms[f"states {each}"] = partial(states.add, r.logits, 0, 0, SHARDS, each)
+            arms["part"] = states.part
         report.timed("logp forward 4096 rows", arms, megabytes=4096 * VOCAB * 4 / 1e6)
         small = r.at(slice(0, 16))
         report.timed("logp forward 16 rows", {
-            "torch": lambda: torch.log_softmax(small.logits, 1).gather(1, small.ids[:, None]),
-            "rlk": lambda: torch.ops.rlk.logp(small.logits, small.ids, ones[:16], None, None, VOCAB, PADDED, SHARDS, 1024),
+            "torch": graphed(lambda: torch.log_softmax(small.logits, 1).gather(1, small.ids[:, None]))[0],
+            "rlk": graphed(lambda: torch.ops.rlk.logp(small.logits, small.ids, ones[:16], None, None, VOCAB, PADDED, SHARDS, 1024))[0],
         })  # fmt: skip
     report.timed("logp forward and backward 4096 rows", {"torch": torch_step, "rlk": our_step}, megabytes=3 * 4096 * VOCAB * 4 / 1e6)
     lse = logp_with_lse(r.logits, r.ids, ones, **SIZES)[1]
     rows = backend.Rows("logp.backward", r.ids, ones, None, None, VOCAB)
     report.timed("logp backward 4096 rows", {
-        f"block {block}": lambda block=block: rows.slopes(r.logits, 0, lse, r.seed, torch.float32, block) for block in (1024, 2048, 4096)
+        f"block {block}": partial(rows.slopes, r.logits, 0, lse, r.seed, torch.float32, block) for block in (512, 1024, 2048)
     })  # fmt: skip
 
 
 def _time_head(report: Report) -> None:
     h, w = _head(2048)
-    r = make(2048, 8)
-    ones = torch.ones_like(r.temperature)
-    ids = r.ids
+    seed, ones = torch.randn(2048, device="cuda"), torch.ones(2048, device="cuda")
+    ids = torch.randint(0, VOCAB, (2048,), device="cuda")
 
     def torch_fused() -> torch.Tensor:
         leaf = h.detach().requires_grad_()
         out = torch.log_softmax((leaf @ w.T).float(), 1).gather(1, ids[:, None])[:, 0]
-        return torch.autograd.grad(out, leaf, r.seed)[0]
+        return torch.autograd.grad(out, leaf, seed)[0]
 
     def our_fused() -> torch.Tensor:
         leaf = h.detach().requires_grad_()
-        return torch.autograd.grad(batch_invariant_logp(leaf, w, ids, ones, **SIZES), leaf, r.seed)[0]
+        return torch.autograd.grad(batch_invariant_logp(leaf, w, ids, ones, **SIZES), leaf, seed)[0]
 
     arms = {"torch": torch_fused, "rlk": our_fused}
     report.timed("head to logp, forward and backward, 2048 rows", arms, repetitions=9, gflop=3 * 2 * 2048 * HIDDEN * VOCAB / 1e9)

@@ -30,6 +30,16 @@ def digest(*tensors: torch.Tensor) -> str:
     return sha.hexdigest()[:16]
 
 
+def graphed(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A graph of ``run``: how to replay it, and the tensors that a replay fills. Replays time the card, not the host's launches."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    return graph.replay, captured
+
+
 class Report:
     """Collects results by section; a failed check is printed at once and does not stop the others."""
 
@@ -126,6 +136,20 @@ class Report:
             "operators": sorted({ran.op for ran in readback()}),
             "seconds": round(time.time() - self.started, 1),
         }
+
+    def host_time(self, name: str, arms: dict[str, Callable[[], Any]], repetitions: int = 200) -> None:
+        """Microseconds of the host per call, the card not waited for."""
+        row = {}
+        for arm, run in arms.items():
+            run()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(repetitions):
+                run()
+            row[arm] = {"host_us": round((time.perf_counter() - started) * 1e6 / repetitions, 1)}
+            torch.cuda.synchronize()
+        self.times[name] = row
+        print(f"{name:34s}" + "  ".join(f"{arm} {entry['host_us']}" for arm, entry in row.items()), flush=True)
 
     def run(self, name: str, section: Callable[[Report], None]) -> None:
         """One section; an exception is a failure of it."""
