@@ -20,7 +20,7 @@ from rlk.train import parameters
 from rlk.train.batch import MicroBatch
 from rlk.train.megatron import Seeds, megatron_settings
 from rlk.train.modules import StrictAttention, StrictColumn, StrictConfig, StrictGPT, StrictHeadNorm, StrictLayer, StrictNorm, StrictRow
-from rlk.train.scoring import Scoring, require_targets
+from rlk.train.scoring import Scoring, require_ids
 from rlk.train.tokens import Tokens
 
 
@@ -100,7 +100,7 @@ class StrictModel:
 
     def _require(self, batch: MicroBatch) -> None:
         if not self.parallel.alone:
-            require_targets(batch.samples, self.config.vocab_size)
+            require_ids(batch.samples, self.config.vocab_size)
 
     def _logp(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`Scoring.rows` of this rank's rows."""
