@@ -10,6 +10,9 @@ Order, for a row z of fp32 logits over the vocabulary:
 4. The token: greedy takes the largest t, ties by lower id. Otherwise the inverse of the cumulative weight over the retained ids
    ascending, at u·total, where u is the first draw of Philox4x64 with key = seed and counter = position.
 5. The logprob: the logp operator over the retained ids in place.
+
+Tensor parallel ranks hold the logits of their own vocabulary shards: they gather all of them to draw, each for itself, and score by the
+tree over shards, each its own. That all drew the same ids is checked in every step.
 """
 
 from __future__ import annotations
@@ -23,7 +26,11 @@ from numpy.typing import NDArray
 
 from rlk.contract.numerics import Numerics
 from rlk.contract.sampling import SamplingParams
-from rlk.kernels.logp import logp, support_mask
+from rlk.contract.topology import owned
+from rlk.kernels.logp import logp, shards, support_mask
+from rlk.model.linear import joined
+from rlk.parallel.collectives import ALONE, Group
+from rlk.parallel.errors import MismatchError
 
 Row = NDArray[np.float32]
 Weights = NDArray[np.float64]
@@ -71,19 +78,45 @@ def sample_rows(
     vocab_size: int,
     padded_vocab: int,
     numerics: Numerics,
+    tp: Group = ALONE,
 ) -> Sampled:
     """Draw and score one token per row.
 
-    logits: [T, width] fp32, vocab_size <= width <= padded_vocab; columns from vocab_size on are ignored. Greedy rows are scored at T = 1,
-    rows that are not truncated over the whole vocabulary; the logprobs of all rows come from one call of the logp operator.
-    Raises ValueError when rows, params and positions do not match, FloatingPointError naming the row whose logits are not finite.
+    logits: [T, width] fp32, vocab_size <= width <= padded_vocab; columns from vocab_size on are ignored. Of several ranks in ``tp`` each
+    passes its own padded_vocab/ranks columns, and all get the same result. Greedy rows are scored at T = 1, rows that are not truncated
+    over the whole vocabulary; the logprobs of all rows come from one call of the logp operator.
+    Raises ValueError when rows, params and positions do not match, FloatingPointError naming the row whose logits are not finite,
+    MismatchError on every rank when ranks draw different ids.
     """
-    if logits.ndim != 2 or not len(params) == len(positions) == logits.shape[0] or logits.shape[1] < vocab_size:
+    whole = joined(logits, tp)
+    if logits.ndim != 2 or not len(params) == len(positions) == logits.shape[0] or whole.shape[1] < vocab_size:
         raise ValueError(
             f"sample_rows: logits {tuple(logits.shape)}, {len(params)} params, {len(positions)} positions, vocabulary {vocab_size}"
         )
     temperature = torch.tensor([p.scoring_temperature for p in params], dtype=torch.float32)
-    scaled = (logits[:, :vocab_size] / temperature[:, None]).numpy()
+    tokens, supports = _draw_rows((whole[:, :vocab_size] / temperature[:, None]).numpy(), params, positions)
+    truncated = any(kept is not None for kept in supports)
+    mask = support_mask(supports, vocab_size, width=whole.shape[1]) if truncated else None
+    if tp.size == 1:
+        logprobs = logp(
+            logits, tokens, temperature, vocab_size=vocab_size, padded_vocab=padded_vocab, shards=numerics.canonical_tp,
+            vocab_tile=numerics.vocab_tile, support=mask,
+        )  # fmt: skip
+        return Sampled(tokens, logprobs, supports)
+    held, width = owned(tp.size, tp.rank, numerics.canonical_tp), padded_vocab // numerics.canonical_tp
+    columns = shards.Columns(held.start * width, len(held), width, vocab_size)
+    own = None if mask is None else mask[:, columns.first : columns.first + columns.width]
+    part = shards.part(logits, tokens, temperature, columns, vocab_tile=numerics.vocab_tile, support=own)
+    parts, drawn = tp.all_gather_many([part, tokens])
+    if bool((drawn != tokens).any()):
+        raise MismatchError(f"ranks drew different tokens from the same logits, {drawn.tolist()}: give every rank the same requests")
+    return Sampled(tokens, shards.join(parts, tokens, columns)[0], supports)
+
+
+def _draw_rows(
+    scaled: NDArray[np.float32], params: Sequence[SamplingParams], positions: Sequence[int]
+) -> tuple[torch.Tensor, list[tuple[int, ...] | None]]:
+    """Ids [T] int64 and retained ids of logits that are already divided by their temperature."""
     for bad in np.flatnonzero(~np.isfinite(scaled).all(axis=1))[:1]:
         raise FloatingPointError(f"row {bad}: logits divided by temperature {params[bad].scoring_temperature} are not finite")
     ids: list[int] = []
@@ -97,13 +130,7 @@ def sample_rows(
         retained = _retained(t, weights, param) if param.truncates else None
         ids.append(_draw(weights, retained, param.seed, position))
         supports.append(None if retained is None else tuple(retained.tolist()))
-    tokens = torch.tensor(ids, dtype=torch.int64)
-    mask = support_mask(supports, vocab_size, width=logits.shape[1]) if any(s is not None for s in supports) else None
-    logprobs = logp(
-        logits, tokens, temperature, vocab_size=vocab_size, padded_vocab=padded_vocab, shards=numerics.canonical_tp,
-        vocab_tile=numerics.vocab_tile, support=mask,
-    )  # fmt: skip
-    return Sampled(tokens, logprobs, supports)
+    return torch.tensor(ids, dtype=torch.int64), supports
 
 
 def _scaled(row: torch.Tensor, params: SamplingParams) -> Row:
