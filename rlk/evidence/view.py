@@ -14,6 +14,7 @@ from pydantic import JsonValue
 from rlk.evidence.accuracy import describe_accuracy
 from rlk.evidence.bytes import describe
 from rlk.evidence.schema import Accuracy, CellRecord, Control, MatrixRow, Report, Status, Verdict
+from rlk.evidence.topologies import TopologyRow, judgments, topology_rows
 from rlk.evidence.updates import Update, total_tokens, updates_of
 
 NOT_SELECTED, UNSUPPORTED = "not selected", "unsupported"
@@ -160,6 +161,16 @@ class View:
             records.append(record)
             facts.update({name: value for name, value in record.facts.items() if name not in facts})
         return [(name, updates_of(facts, [c for r in records for c in r.comparisons])) for name, (facts, records) in found.items()]
+
+    @property
+    def topologies(self) -> list[TopologyRow]:
+        """Topologies of the ws2 scope with what was compared in each."""
+        return topology_rows(self._pairs("ws2"))
+
+    @property
+    def topology_judgments(self) -> list[str]:
+        """Columns of their table."""
+        return judgments(self.topologies)
 
     @property
     def arms(self) -> list[Arm]:
