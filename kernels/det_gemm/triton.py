@@ -297,7 +297,7 @@ def examples() -> None:
     """Calls for the ahead-of-time harness: linear layers of Qwen3-8B at few and many rows in each order, a depth that fits no tile."""
     with torch.device("meta"):
         make = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
-        for rows in (1, 32, 64, 128, 2048):
+        for rows in (1, 64, 2048):
             product("det_gemm", make(rows, 4096), make(6144, 4096), 1, torch.bfloat16)
             product("det_gemm", make(rows, 12288), make(4096, 12288), 8, torch.bfloat16)
         input_grad("det_gemm.input_grad", make(2048, 4096), make(4096, 12288), 1)
