@@ -16,7 +16,7 @@ from rlk.contract.numerics import DEFAULT, Numerics
 from rlk.contract.records import Request
 from rlk.contract.sampling import SamplingParams
 from rlk.model.config import CheckpointError, Qwen3Config
-from rlk.rollout.vllm.convert import eos_token_ids, refusal
+from rlk.rollout.requests import eos_token_ids, refusal
 from rlk.rollout.vllm.plugin import ARCHITECTURE
 from rlk.rollout.vllm.settings import LOGPROBS_MODE, WORKER, EngineRefusal, additional_config, numerics_of, require_supported
 

@@ -56,9 +56,10 @@ class LayerOps:
 def split_qkv(packed: torch.Tensor, config: Qwen3Config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[T, groups·(g+2)·D] -> q [T, groups·g, D], k and v [T, groups, D]; ``groups`` follows from the width (local on a TP rank)."""
     tokens, g, d = packed.shape[0], config.heads_per_group, config.head_dim
+    groups = packed.shape[1] // ((g + 2) * d)  # spelled out: -1 has no meaning where there are no tokens
     # torch.split, not slices: its backward concatenates, while slices add zero-filled tensors, which turns -0 into +0.
-    q, k, v = packed.reshape(tokens, -1, g + 2, d).split([g, 1, 1], dim=2)
-    return q.reshape(tokens, -1, d), k.reshape(tokens, -1, d), v.reshape(tokens, -1, d)
+    q, k, v = packed.reshape(tokens, groups, g + 2, d).split([g, 1, 1], dim=2)
+    return q.reshape(tokens, groups * g, d), k.reshape(tokens, groups, d), v.reshape(tokens, groups, d)
 
 
 def decoder_layer(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from rlk.contract.topology import Topology
 from rlk.parallel.collectives import Group
 from rlk.parallel.link import Link
+from rlk.parallel.rendezvous import TIMEOUT, join
 
 
 @dataclass(frozen=True)
@@ -37,3 +43,28 @@ class Parallel:
 def rank_label(rank: int, topology: Topology) -> str:
     """How errors and reports name a rank; ranks count TP first, as Megatron-core does."""
     return f"rank {rank} (tp {rank % topology.tp}, cp {rank // topology.tp})"
+
+
+def join_topology(rank: int, topology: Topology, port: int = 0, timeout: float = TIMEOUT) -> Link:
+    """Join the job of a topology's tp·cp ranks over gloo; they must agree in topology, contract version and numerics.
+
+    Other arguments and errors: :func:`rlk.parallel.rendezvous.join`.
+    """
+    labels = [rank_label(r, topology) for r in range(topology.train_ranks)]
+    agreement = json.dumps({"tp": topology.tp, "cp": topology.cp, **topology.numerics.as_dict()})
+    return join(rank, labels, port, agreement, timeout=timeout)
+
+
+def enter(rank: int, topology: Topology, port: int = 0, timeout: float = TIMEOUT) -> Parallel:
+    """:func:`join_topology`, and the groups along both axes. An engine that builds groups of its own joins without them."""
+    link = join_topology(rank, topology, port, timeout)
+    tp, cp = topology.tp, topology.cp
+    rows = _group("tp", link, [range(first, first + tp) for first in range(0, tp * cp, tp)], timeout)
+    columns = _group("cp", link, [range(first, tp * cp, tp) for first in range(tp)], timeout)
+    return Parallel(topology, link, rows, columns)
+
+
+def _group(name: str, link: Link, members: Sequence[range], timeout: float) -> Group:
+    """This rank's group; every rank makes all of them, in order."""
+    made = [dist.new_group(list(ranks), timeout=timedelta(seconds=timeout)) for ranks in members]
+    return next(Group(name, link, handle) for handle, ranks in zip(made, members) if link.rank in ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 
 import torch
 from megatron.core import parallel_state
@@ -11,8 +10,8 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from rlk.contract.topology import Topology
 from rlk.parallel.collectives import Group
-from rlk.parallel.rendezvous import TIMEOUT, ProcessGroupError, join, leave
-from rlk.parallel.state import Parallel, rank_label
+from rlk.parallel.rendezvous import TIMEOUT, ProcessGroupError, leave
+from rlk.parallel.state import Parallel, join_topology
 
 _parallel: Parallel | None = None
 
@@ -20,9 +19,8 @@ _parallel: Parallel | None = None
 def start(rank: int = 0, port: int = 0, topology: Topology = Topology(), timeout: float = TIMEOUT) -> Parallel:  # noqa: B008 (frozen)
     """Join the trainer's job over gloo and build Megatron's groups.
 
-    rank: 0 … topology.train_ranks - 1, TP ranks first. Other arguments and errors: :func:`rlk.parallel.rendezvous.join`; ranks must agree
-    in topology, contract version and numerics. A second call in one process is fine if it asks for the same place, anything else raises
-    ProcessGroupError.
+    rank: 0 … topology.train_ranks - 1, TP ranks first. Other arguments and errors: :func:`rlk.parallel.state.join_topology`. A second
+    call in one process is fine if it asks for the same place, anything else raises ProcessGroupError.
     """
     global _parallel
     if not inspect.isbuiltin(torch.set_num_threads):
@@ -34,9 +32,7 @@ def start(rank: int = 0, port: int = 0, topology: Topology = Topology(), timeout
                 f"this process is rank {_parallel.link.rank} of TP={held.tp}, CP={held.cp}: start another process for a new topology"
             )
         return _parallel
-    labels = [rank_label(r, topology) for r in range(topology.train_ranks)]
-    agreement = json.dumps({"tp": topology.tp, "cp": topology.cp, **topology.numerics.as_dict()})
-    link = join(rank, labels, port, agreement, timeout=timeout)
+    link = join_topology(rank, topology, port, timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp, context_parallel_size=topology.cp, distributed_timeout_minutes=timeout / 60
     )

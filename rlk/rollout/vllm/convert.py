@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlk.contract.records import Request, Response
@@ -13,21 +11,6 @@ from rlk.rollout.vllm.settings import KEY, EngineRefusal
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
-
-
-def refusal(request: Request, vocab_size: int, max_model_len: int) -> str | None:
-    """Why this one sample cannot be generated, None if it can; the rest of its batch is not affected."""
-    length, largest = len(request.prompt_ids), max(request.prompt_ids)
-    if length >= max_model_len:
-        return f"refused: a prompt of {length} tokens leaves no room in a context of {max_model_len}"
-    if largest >= vocab_size:
-        return f"refused: prompt id {largest} is outside the vocabulary of {vocab_size}"
-    return None
-
-
-def refused_response(request: Request, reason: str, version: int) -> Response:
-    """A response without tokens whose finish_reason says why."""
-    return Response(request.sample_id, request.prompt_ids, (), (), None, reason, 0, version)
 
 
 def vllm_params(request: Request, stop_token_ids: Sequence[int], strict: bool) -> SamplingParams:
@@ -61,14 +44,3 @@ def response(request: Request, output: RequestOutput, kept: Sequence[Sequence[in
     support = tuple(tuple(token) for token in kept) if kept is not None else None
     cached = int(output.num_cached_tokens or 0)
     return Response(request.sample_id, request.prompt_ids, ids, logprobs, support, completion.finish_reason, cached, version)
-
-
-def eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of a checkpoint: generation_config.json, else config.json; none if neither names one."""
-    for name in ("generation_config.json", "config.json"):
-        path = checkpoint / name
-        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        ids = found.get("eos_token_id")
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rlk.contract.numerics import DEFAULT, Numerics
 from rlk.contract.records import Request, Response
 from rlk.model.config import Qwen3Config
+from rlk.rollout.requests import eos_token_ids, refusal, refused_response, require_distinct
 from rlk.rollout.vllm import convert
 from rlk.rollout.vllm.plugin import ARCHITECTURE, MODEL
 from rlk.rollout.vllm.settings import EXTENSION, LOGPROBS_MODE, WORKER, EngineRefusal, additional_config
@@ -76,7 +77,7 @@ class VllmEngine:
             raise EngineRefusal(f"mode={mode!r} is neither 'strict' nor 'native'")
         self.mode, self.numerics, self.max_model_len = mode, numerics, max_model_len
         self.config = Qwen3Config.from_json(checkpoint)
-        self._stop = tuple(convert.eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
+        self._stop = tuple(eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
         self._rpc_timeout = rpc_timeout
         self._broken: str | None = None
         arguments: dict[str, Any] = {
@@ -134,13 +135,11 @@ class VllmEngine:
         """
         if self._broken:
             raise EngineRefusal(f"an earlier call left requests inside vLLM ({self._broken}): start another engine")
-        ids = [request.sample_id for request in requests]
-        if len(set(ids)) != len(ids):
-            raise ValueError(f"sample id {next(i for i in ids if ids.count(i) > 1)} is given twice: ids name a sample within one call")
+        require_distinct(requests)
         version = self._rpc("rlk_begin")
         if version is None:
             raise EngineRefusal("the weight version is unknown after a failed update: load a checkpoint before generating")
-        reasons = [convert.refusal(request, self.config.vocab_size, self.max_model_len) for request in requests]
+        reasons = [refusal(request, self.config.vocab_size, self.max_model_len) for request in requests]
         accepted = [request for request, reason in zip(requests, reasons) if reason is None]
         outputs = self._run(accepted) if accepted else []
         finished = self._rpc("rlk_finish")
@@ -154,7 +153,7 @@ class VllmEngine:
             if request.sampling.truncates and done[request.sample_id].support is None:
                 raise EngineRefusal(f"sample {request.sample_id}: truncated sampling returned no retained ids")
         return [
-            done[request.sample_id] if reason is None else convert.refused_response(request, reason, version)
+            done[request.sample_id] if reason is None else refused_response(request, reason, version)
             for request, reason in zip(requests, reasons)
         ]
 
