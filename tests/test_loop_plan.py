@@ -41,7 +41,7 @@ def test_a_plan_writes_nothing_and_travels_as_json(plan: Callable[..., RunPlan],
     resolved = plan(steps=5, temperature=0.7, top_p=0.95, top_k=50, lr=1e-4)
     assert list(tmp_path.iterdir()) == []
     assert RunPlan.model_validate_json(json.dumps(resolved.as_json())) == resolved
-    assert (resolved.strict, resolved.samples, resolved.checkpoint.kind) == (True, 32, "unlabelled")
+    assert (resolved.strict, resolved.samples, resolved.checkpoint.kind) == (True, 128, "unlabelled")
     assert resolved.directory.parent == tmp_path / "artifacts" / "runs"
     assert (resolved.sampling.top_k, resolved.adam.lr, resolved.grpo.group_size) == (50, 1e-4, 8)
 
@@ -69,7 +69,7 @@ def test_samples_groups_and_seeds(plan: Callable[..., RunPlan]) -> None:
     assert len(set(seeds)) == 18
     assert seeds[7] == sample_seed(5, 2, 7)
     assert seeds == [request.sampling.seed for step in (1, 2, 3) for request in resolved.requests(step, [(1,), (2,)])]
-    assert seeds[0] != plan(seed=6).requests(1, [(1,)] * 4)[0].sampling.seed
+    assert seeds[0] != plan(seed=6).requests(1, [(1,)])[0].sampling.seed
     greedy = plan(steps=3, prompts=2, group_size=3, temperature=0)
     assert [greedy.group(i) for i in range(0, 18, 3)] == [0, 0, 1, 1, 2, 2]
     tasks = [task for step in (1, 2, 3) for task in resolved.tasks(step)]
