@@ -1,4 +1,4 @@
-"""What the engine cells share: one cluster of real engines, one prepared checkpoint, each run done once."""
+"""What cells share: one cluster of real engines, one pool of ranks, one prepared checkpoint, each run done once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from acceptance.engines import Runs, tiny_checkpoint
+from acceptance.topologies import Topologies, scratch_runs
 from rlk.loop.cluster import Cluster
 
 
@@ -18,3 +19,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     checkpoint = tiny_checkpoint(root)
     with Cluster() as cluster:
         yield Runs(cluster, checkpoint, root / "artifacts" / "runs", tmp_path_factory.mktemp("traces"))
+
+
+@pytest.fixture(scope="session")
+def topologies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topologies]:
+    """One pool of workers and one checkpoint for every topology."""
+    yield from scratch_runs(tiny_checkpoint(Path(request.config.rootpath)), tmp_path_factory.mktemp("topologies"))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from acceptance.engines import tiny_checkpoint
 from acceptance.topologies import (
     Topologies,
     compare_checkpoints,
@@ -17,18 +14,11 @@ from acceptance.topologies import (
     compare_logprobs,
     compare_parameters,
     hand_in,
-    scratch_runs,
 )
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
 from rlk.acceptance.ws2 import STATE, topology
 from rlk.model.weights import load_checkpoint
-
-
-@pytest.fixture(scope="session")
-def topologies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topologies]:
-    """One pool of workers and one checkpoint for every topology."""
-    yield from scratch_runs(tiny_checkpoint(Path(request.config.rootpath)), tmp_path_factory.mktemp("topologies"))
 
 
 def _judge(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:

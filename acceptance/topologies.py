@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rlk.model.weights import tensor_hash
 from rlk.parallel.pool import Outcome, Pool, free_port, require
 
 WORKER = Path(__file__).with_name("ws2_worker.py")
-ENGINE = "rlk.train.trainer"
+ENGINES = ("rlk.train.trainer", "rlk.rollout.paged.engine")
 REFERENCE = (1, 1)
 
 
@@ -50,7 +50,7 @@ class Topologies:
 
     def __init__(self, checkpoint: Path, scratch: Path, size: int = 8) -> None:
         self.checkpoint, self.scratch = checkpoint, scratch
-        self.pool = Pool(size, [ENGINE])
+        self.pool = Pool(size, ENGINES)
         self._done: dict[str, Run | Exception] = {}
 
     def reference(self) -> Run:
@@ -134,7 +134,7 @@ def compare_checkpoints(evidence: Evidence, run: Run, reference: Run) -> None:
     held = [answer["checkpoint"] for answer in run.ranks("packed")]
     expected = reference.ranks("packed")[0]["checkpoint"]
     for name, key in (("state file", "state"), ("published weights", "published"), ("parameters one update later", "model_hash")):
-        evidence.compare(name, _digests(h[key] for h in held), _digests([expected[key]] * len(held)))
+        evidence.compare(name, digests(h[key] for h in held), digests([expected[key]] * len(held)))
     after = reference.ranks("packed")[0]["scores"]
     evidence.compare("logprob after loading", _joined([h["scores"] for h in held]), _joined([after] * len(held)))
     evidence.fact("state_written_by", run.written_by)
@@ -155,7 +155,7 @@ def hand_in(evidence: Evidence, run: Run, layout: str, config: Qwen3Config) -> N
         "topology": {"tp": run.tp, "cp": run.cp},
         "ranks": [answer["parallel"] for answer in ranks],
         "partition": [answer["partition"] for answer in ranks],
-        "reduction_order": {axis: _order(count) for axis, count in (("tp", run.tp), ("cp", run.cp))},
+        "reduction_order": {axis: order(count) for axis, count in (("tp", run.tp), ("cp", run.cp))},
         "traffic_per_update": [
             {"calls": sum(row["calls"] for row in rank), "bytes_sent": sum(row["bytes_sent"] for row in rank), "rows": rank}
             for rank in traffic
@@ -191,7 +191,8 @@ def layer_bytes(config: Qwen3Config, topology: Topology, rows: int) -> dict[str,
     }
 
 
-def _order(ranks: int) -> str:
+def order(ranks: int) -> str:
+    """How the parts of ``ranks`` ranks are added."""
     return fold_pairs([f"r{rank}" for rank in range(ranks)], lambda a, b: f"({a}+{b})")
 
 
@@ -223,7 +224,7 @@ def _compare_parts(evidence: Evidence, run: Run, reference: Run, layout: str, ki
         held = [
             update["digests"][name] for update, whole in zip(answer["updates"], wholes) for kind in kinds for name in _of_kind(whole, kind)
         ]
-        evidence.compare(f"rank {rank}", _digests(held), _digests(expected))
+        evidence.compare(f"rank {rank}", digests(held), digests(expected))
 
 
 def _part(name: str, whole: torch.Tensor, run: Run, rank: int) -> torch.Tensor:
@@ -231,8 +232,9 @@ def _part(name: str, whole: torch.Tensor, run: Run, rank: int) -> torch.Tensor:
     return whole if cut is None else whole.chunk(run.tp, cut)[rank % run.tp].contiguous()
 
 
-def _digests(hashes: Any) -> torch.Tensor:
-    return torch.tensor([list(hashlib.sha256(str(h).encode()).digest()) for h in hashes], dtype=torch.uint8)
+def digests(hashes: Iterable[str]) -> torch.Tensor:
+    """One row per hash, uint8 [hashes, 32]."""
+    return torch.tensor([list(hashlib.sha256(h.encode()).digest()) for h in hashes], dtype=torch.uint8)
 
 
 def scratch_runs(checkpoint: Path, scratch: Path) -> Iterator[Topologies]:

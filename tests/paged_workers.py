@@ -21,10 +21,6 @@ from rlk.rollout.paged import cache
 from rlk.rollout.paged.engine import PagedEngine
 
 
-def requests_of(rows: list[dict[str, Any]]) -> list[Request]:
-    return [Request(row["sample_id"], tuple(row["prompt_ids"]), SamplingParams(**row["sampling"])) for row in rows]
-
-
 @contextmanager
 def engine(rank: int, job: dict[str, Any]) -> Iterator[PagedEngine]:
     torch.set_num_threads(1)
@@ -41,14 +37,14 @@ def generate(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     with engine(rank, job) as paged, ExitStack() as planted:
         if job.get("fault") == "rank_order":  # as if the pages of the ranks followed each other
             planted.enter_context(mock.patch.object(cache, "in_logical_order", lambda held: held.permute(1, 2, 0, 3, 4).flatten(2, 3)))
-        answers = [[asdict(response) for response in paged.generate(requests_of(call))] for call in job["calls"]]
+        answers = [[asdict(response) for response in paged.generate([Request.from_plain(row) for row in call])] for call in job["calls"]]
         return {"answers": answers, "readback": paged.readback()}
 
 
 def faults(rank: int, job: dict[str, Any]) -> dict[str, str]:
     """What every rank says to calls that cannot be done; the engine still works afterwards."""
     with engine(rank, job) as paged:
-        held = requests_of(job["calls"][0])
+        held = [Request.from_plain(row) for row in job["calls"][0]]
         seed = asdict(held[0].sampling) | {"seed": 1 + rank}
         said = {
             "requests": _error(lambda: paged.generate([Request(0, held[0].prompt_ids, SamplingParams(**seed)), *held[1:]])),
@@ -72,21 +68,15 @@ def score(rank: int, job: dict[str, Any]) -> list[list[float]]:
     from rlk.train.trainer import MegatronTrainer
 
     torch.set_num_threads(1)
-    answers = [
-        Response(**{**row, **{k: tuple(row[k]) for k in ("prompt_ids", "token_ids", "logprobs")}, "support": _support(row["support"])})
-        for row in job["answers"]
-    ]
+    requests = [Request.from_plain(row) for row in job["calls"][0]]
+    answers = [Response.from_plain(row) for row in job["answers"]]
     try:
         trainer = MegatronTrainer(
             Path(job["checkpoint"]), tp=job["tp"], cp=job["cp"], rank=rank, port=job["port"], timeout=60, micro_batch_size=3
         )
-        return trainer.score(pair(requests_of(job["calls"][0]), answers))
+        return trainer.score(pair(requests, answers))
     finally:
         process.stop()
-
-
-def _support(rows: list[list[int]] | None) -> tuple[tuple[int, ...], ...] | None:
-    return None if rows is None else tuple(tuple(row) for row in rows)
 
 
 def _plain(responses: list[Response]) -> list[dict[str, Any]]:

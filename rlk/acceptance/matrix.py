@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rlk.acceptance.cell import PLATFORMS, Cell, Platform
 from rlk.acceptance.ws1 import ws1_cells
 from rlk.acceptance.ws2 import ws2_cells
+from rlk.acceptance.ws2_rollout import ws2_rollout_cells
 from rlk.contract.judgments import NEGATIVE_CONTROLS
 from rlk.contract.models import QWEN3_8B, TINY, ModelShape
 from rlk.contract.workloads import ARMS, SAMPLING_ROWS
@@ -43,7 +44,7 @@ UPDATE_FACTS = (*ENGINES, "model_hashes", "reward_per_step", "kl_per_step", "tok
 def enumerate_cells(platform: Platform) -> tuple[Cell, ...]:
     """Every cell of one platform in a fixed order, unsupported ones included."""
     engines = (*_chain(platform), *_integration(platform), *_ablations(platform), *_controls(platform))
-    return (*ws1_cells(platform), *ws2_cells(platform), *engines)
+    return (*ws1_cells(platform), *ws2_cells(platform), *ws2_rollout_cells(platform), *engines)
 
 
 def all_cells() -> tuple[Cell, ...]:

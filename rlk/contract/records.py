@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from rlk.contract.numerics import ContractError, round_fp32
 from rlk.contract.sampling import SamplingParams
@@ -20,6 +22,11 @@ class Request:
 
     def __post_init__(self) -> None:
         _require_ids(f"request {self.sample_id}", "prompt_ids", self.prompt_ids)
+
+    @classmethod
+    def from_plain(cls, row: Mapping[str, Any]) -> Request:
+        """Inverse of ``dataclasses.asdict``, also after a journey through JSON."""
+        return cls(row["sample_id"], tuple(row["prompt_ids"]), SamplingParams(**row["sampling"]))
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,13 @@ class Response:
                 )
         if self.support is not None:
             _require_support(who, self.token_ids, self.support)
+
+    @classmethod
+    def from_plain(cls, row: Mapping[str, Any]) -> Response:
+        """Inverse of ``dataclasses.asdict``, also after a journey through JSON."""
+        lists = {name: tuple(row[name]) for name in ("prompt_ids", "token_ids", "logprobs")}
+        support = row["support"]
+        return cls(**{**row, **lists, "support": None if support is None else tuple(tuple(kept) for kept in support)})
 
     @property
     def length(self) -> int:
