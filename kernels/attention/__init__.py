@@ -6,10 +6,10 @@ import torch
 
 from rlk.kernels._triton import from_triton
 from rlk.kernels.attention import cpu
-from rlk.kernels.dispatch import select
+from rlk.kernels.dispatch import Backends, select
 
-_ATTENTION = {"cpu": cpu.attention_with_lse, "triton": from_triton("attention", "attention_with_lse")}
-_PAGED = {"cpu": cpu.paged_attention, "triton": from_triton("attention", "paged_attention")}
+_ATTENTION: Backends = {"cpu": cpu.attention_with_lse, "triton": from_triton("attention", "attention_with_lse")}
+_PAGED: Backends = {"cpu": cpu.paged_attention, "triton": from_triton("attention", "paged_attention")}
 
 
 def attention(
@@ -37,7 +37,8 @@ def attention_with_lse(
     Order (contract, attention forward): t = (q·k)·fp32(scale·log2 e), q·k in groups of 16 over D; tiles of kv_tile keys ascending from
     position 0 with an online softmax in base 2 whose P is bf16 and whose sums over keys go in groups of 16; a fresh state at every
     multiple of kv_split keys (0: one state), states merged ascending without FMA; out = bf16(o/l).
-    Raises ValueError on a wrong shape, dtype, offset, tile or split, BackendUnavailable for a backend that cannot run here.
+    Raises ValueError on a wrong shape, dtype, offset, tile or split, BackendUnavailable for a backend that cannot run here. A GPU holds
+    tiles of at most 128 keys and heads of at most 256; offsets are checked once per tensor there, and not while a graph is captured.
     """
     require_packed("attention", q, k, v)
     require_tiles("attention", kv_tile, kv_split)
@@ -60,7 +61,8 @@ def paged_attention(
     block_table: [S, max_blocks] int32; query_start_loc: [S+1] int64, ascending from 0 to T; seq_lens: [S] int64 including the query rows.
     Returns [T, Hq, D] bf16. Table entries and slots beyond a sequence's length are never read. Same order as :func:`attention_with_lse`.
     Raises ValueError on a wrong shape, dtype, offset, tile or split, IndexError for a visible page outside the cache,
-    BackendUnavailable for a backend that cannot run here.
+    BackendUnavailable for a backend that cannot run here. On a GPU offsets, lengths and pages are not read before the launch, so that the
+    host need not wait: rows that see a page outside the cache or the table are NaN there.
     """
     op = "paged_attention"
     if kv_cache.dtype != torch.bfloat16 or kv_cache.ndim != 4 or kv_cache.shape[3] != 2 * q.shape[-1] or kv_cache.stride(3) != 1:

@@ -13,12 +13,12 @@ import torch
 
 from rlk.kernels._triton import from_triton
 from rlk.kernels.attention import cpu, require_packed, require_tiles
-from rlk.kernels.dispatch import select
+from rlk.kernels.dispatch import Backends, select
 
-_FORWARD = {"cpu": cpu.forward, "triton": from_triton("attention", "forward")}
-_DELTA = {"cpu": cpu.delta, "triton": from_triton("attention", "delta")}
-_QUERY_GRADIENT = {"cpu": cpu.query_gradient, "triton": from_triton("attention", "query_gradient")}
-_KEY_GRADIENT = {"cpu": cpu.key_gradient, "triton": from_triton("attention", "key_gradient")}
+_FORWARD: Backends = {"cpu": cpu.forward, "triton": from_triton("attention", "forward")}
+_DELTA: Backends = {"cpu": cpu.delta, "triton": from_triton("attention", "delta")}
+_QUERY_GRADIENT: Backends = {"cpu": cpu.query_gradient, "triton": from_triton("attention", "query_gradient")}
+_KEY_GRADIENT: Backends = {"cpu": cpu.key_gradient, "triton": from_triton("attention", "key_gradient")}
 
 
 class Segment(NamedTuple):

@@ -59,7 +59,7 @@ class Segments(NamedTuple):
     """Which rows belong together: a table in memory, how many rows of it, and how triton_forward.describe reads it."""
 
     table: torch.Tensor
-    count: int
+    number: int
     kind: int
 
 
@@ -114,9 +114,9 @@ def run_forward(
     if not rows:
         return out, lse2
     group = heads // keys.heads
-    tiles = tiles or forward_tiles(triton.cdiv(rows, segments.count) * group, kv_tile, dim)
+    tiles = tiles or forward_tiles(triton.cdiv(rows, segments.number) * group, kv_tile, dim)
     block_m = max(tiles.m, triton.next_power_of_2(group))
-    blocks = rows // (block_m // group) + segments.count
+    blocks = rows // (block_m // group) + segments.number
     splits = triton.cdiv(keys.longest, kv_split) if kv_split else 1
     if programs is None:
         programs = triton.cdiv((4 if tiles.m == 16 else 1) * processors(q.device), blocks * keys.heads)
@@ -128,7 +128,7 @@ def run_forward(
     block_d = max(16, triton.next_power_of_2(dim))
     SOURCE.launch(
         attention_forward, (blocks, keys.heads, 1 if fold else programs),
-        q, keys.k, keys.v, out, lse2, part_o, part_m, part_l, segments.table, lengths, table, segments.count, rows,
+        q, keys.k, keys.v, out, lse2, part_o, part_m, part_l, segments.table, lengths, table, segments.number, rows,
         scale * math.log2(math.e), q.stride(0), q.stride(1), *keys.strides, table.stride(0), keys.longest, keys.pages, splits,
         1 if fold else programs,
         op=op, warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim, BLOCK_M=block_m, BLOCK_D=block_d, KV_TILE=kv_tile,
@@ -136,7 +136,7 @@ def run_forward(
     )  # fmt: skip
     if not fold:
         SOURCE.launch(
-            attention_join, (rows, keys.heads), part_o, part_m, part_l, out, lse2, segments.table, lengths, segments.count, rows,
+            attention_join, (rows, keys.heads), part_o, part_m, part_l, out, lse2, segments.table, lengths, segments.number, rows,
             splits, op=None, GROUP=group, DIM=dim, BLOCK_H=triton.next_power_of_2(group), BLOCK_D=block_d, KV_SPLIT=kv_split,
             KIND=segments.kind, STORE_LSE=lse,
         )  # fmt: skip
@@ -168,7 +168,7 @@ def _backward(
     if not rows:
         return
     SOURCE.launch(
-        kernel, (rows // step + segments.count, k.shape[1]), q, k, v, d_out, lse2, sums, *outputs, segments.table, segments.count, rows,
+        kernel, (rows // step + segments.number, k.shape[1]), q, k, v, d_out, lse2, sums, *outputs, segments.table, segments.number, rows,
         scale * math.log2(math.e), scale, *(stride for x in (q, k, v, d_out) for stride in x.stride()[:2]), op="attention.backward",
         warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), KIND=segments.kind,

@@ -16,13 +16,13 @@ import torch
 from rlk.kernels._triton import from_triton
 from rlk.kernels.batch_invariant_logp import cpu
 from rlk.kernels.det_gemm import check_product
-from rlk.kernels.dispatch import select
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.leaves import check_leaves
 from rlk.kernels.logp import require_rows, require_vocabulary
 
 OP = "batch_invariant_logp"
-_FORWARD = {"cpu": cpu.batch_invariant_logp, "triton": from_triton("batch_invariant_logp", "batch_invariant_logp")}
-_WEIGHT_GRAD = {
+_FORWARD: Backends = {"cpu": cpu.batch_invariant_logp, "triton": from_triton("batch_invariant_logp", "batch_invariant_logp")}
+_WEIGHT_GRAD: Backends = {
     "cpu": cpu.batch_invariant_logp_weight_grad,
     "triton": from_triton("batch_invariant_logp", "batch_invariant_logp_weight_grad"),
 }

@@ -31,7 +31,8 @@ def _at(
     op: str, rows: slice, limit: int, ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None,
     active: torch.Tensor | None,
 ) -> Rows:  # fmt: skip
-    return Rows(op, ids[rows], temperature[rows], *(None if x is None else x[rows] for x in (support, active)), limit)
+    support, active = (None if x is None else x[rows] for x in (support, active))
+    return Rows(op, ids[rows], temperature[rows], support, active, limit)
 
 
 def _shards(limit: int, padded_vocab: int, shards: int) -> list[range]:

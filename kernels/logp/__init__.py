@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from rlk.kernels._triton import from_triton
-from rlk.kernels.dispatch import select
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.logp import cpu
 
-_FORWARD = {"cpu": cpu.logp, "triton": from_triton("logp", "logp")}
+_FORWARD: Backends = {"cpu": cpu.logp, "triton": from_triton("logp", "logp")}
 
 
 def logp(

@@ -12,12 +12,12 @@ import torch
 
 from rlk.contract.numerics import is_power_of_two
 from rlk.kernels._triton import from_triton
-from rlk.kernels.dispatch import select
+from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.logp import cpu
 
-_PART = {"cpu": cpu.part, "triton": from_triton("logp", "part")}
-_JOIN = {"cpu": cpu.join, "triton": from_triton("logp", "join")}
-_GRADIENT = {"cpu": cpu.part_gradient, "triton": from_triton("logp", "part_gradient")}
+_PART: Backends = {"cpu": cpu.part, "triton": from_triton("logp", "part")}
+_JOIN: Backends = {"cpu": cpu.join, "triton": from_triton("logp", "join")}
+_GRADIENT: Backends = {"cpu": cpu.part_gradient, "triton": from_triton("logp", "part_gradient")}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ A tile's state is one program's work whatever the launch looks like; merges are 
 number of tiles a program takes nor the range of columns that is in memory can change a byte.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
