@@ -35,7 +35,7 @@ def supported(directory: Path, **config: Any) -> Any:
             architectures=[ARCHITECTURE], max_model_len=512,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1, worker_cls=WORKER),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, world_size=1, data_parallel_size=1, worker_cls=WORKER),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         compilation_config=SimpleNamespace(mode=0),
         speculative_config=None, lora_config=None, kv_transfer_config=None, additional_config=additional_config(DEFAULT),

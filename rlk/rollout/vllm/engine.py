@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rlk.contract.numerics import DEFAULT, Numerics
 from rlk.contract.records import Request, Response
 from rlk.model.config import Qwen3Config
+from rlk.parallel.rendezvous import LOOPBACK
 from rlk.rollout.requests import eos_token_ids, refusal, refused_response, require_distinct
 from rlk.rollout.vllm import convert
 from rlk.rollout.vllm.plugin import ARCHITECTURE, MODEL
@@ -62,6 +63,7 @@ class VllmEngine:
         stop_token_ids: Sequence[int] | None = None,
         weight_version: int = 0,
         seed: int = 0,
+        tensor_parallel_size: int = 1,
         separate_process: bool = False,
         rpc_timeout: float = 600.0,
         engine_options: Mapping[str, Any] | None = None,
@@ -69,12 +71,16 @@ class VllmEngine:
         """checkpoint: directory in Hugging Face layout; its weights are served as ``weight_version``.
 
         max_model_len: tokens of prompt and response together. max_num_batched_tokens: budget of one step, which longer prompts are chunked
-        by. kv_cache_bytes: size of the paged cache. stop_token_ids: None takes the checkpoint's end-of-sequence ids. seed: of native draws.
+        by. kv_cache_bytes: size of the paged cache of each rank. stop_token_ids: None takes the checkpoint's end-of-sequence ids. seed: of
+        native draws. tensor_parallel_size: ranks that share the model, strict mode only; more than one run in processes of their own, each
+        on its share of the CPUs, which needs a process to start from as separate_process does.
         rpc_timeout: seconds. engine_options: further arguments of ``vllm.LLM``.
         Raises CheckpointError or EngineRefusal, each naming what is wrong.
         """
         if mode not in ("strict", "native"):
             raise EngineRefusal(f"mode={mode!r} is neither 'strict' nor 'native'")
+        if mode == "native" and tensor_parallel_size > 1:
+            raise EngineRefusal(f"mode='native' with tensor_parallel_size={tensor_parallel_size}: run the native engine on one rank")
         self.mode, self.numerics, self.max_model_len = mode, numerics, max_model_len
         self.config = Qwen3Config.from_json(checkpoint)
         self._stop = tuple(eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
@@ -94,6 +100,7 @@ class VllmEngine:
             "enable_prefix_caching": True,
             "logprobs_mode": LOGPROBS_MODE,
             "seed": seed,
+            "tensor_parallel_size": tensor_parallel_size,
             "use_tqdm_on_load": False,
             "disable_log_stats": False,
         }
@@ -109,9 +116,12 @@ class VllmEngine:
         for name in engine_options or {}:
             if name in arguments:
                 raise EngineRefusal(f"engine_options may not set {name}: it is fixed by the mode or has its own argument")
-        shared = ("enforce_eager", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill")
+        shared = (
+            "enforce_eager", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill", "enable_prefix_caching",
+            "logprobs_mode", "tensor_parallel_size",
+        )  # fmt: skip
         self._asked: dict[str, Any] = {
-            **{name: arguments[name] for name in (*shared, "enable_prefix_caching", "logprobs_mode")},
+            **{name: arguments[name] for name in shared},
             "runner": "vllm.v1.worker.cpu_model_runner.CPUModelRunner",
             "attention_layers": self.config.num_hidden_layers,
             "dtype": "torch.bfloat16",
@@ -119,12 +129,13 @@ class VllmEngine:
             "subnormals_kept": True,
             **({**_STRICT, "numerics": numerics.as_dict()} if mode == "strict" else _NATIVE),
         }
-        _prepare_environment(separate_process)
+        self.tensor_parallel_size = tensor_parallel_size
+        _prepare_environment(separate_process, tensor_parallel_size)
         from vllm import LLM
 
         self._llm = LLM(**arguments, **(engine_options or {}))
         self._rpc("rlk_start")
-        self._require_asked(self._rpc("rlk_readback"))
+        self._require_asked(self._ranks("rlk_readback"))
         self._rpc("rlk_serve", weight_version)
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
@@ -182,6 +193,8 @@ class VllmEngine:
         Tensors are named "{sample}/{name}", rows by ascending position, with their positions in "{sample}/{name}.positions".
         cold: drop the prefix cache first; a prefix that is served from it, or shared inside the call, has no rows.
         """
+        if self.tensor_parallel_size > 1:
+            raise EngineRefusal("intermediates are whole on one rank only: trace with tensor_parallel_size=1")
         if cold:
             self.reset_prefix_cache()
         self._rpc("rlk_trace", True)
@@ -194,10 +207,14 @@ class VllmEngine:
 
     def readback(self) -> dict[str, Any]:
         """What the worker really built and ran, JSON-able: runner, model, sampler, attention, settings, versions, weight version and hash,
-        operators that ran since the start, counters of vLLM's scheduler. EngineRefusal if any of it differs from what was asked for."""
-        found: dict[str, Any] = self._rpc("rlk_readback")
+        operators that ran since the start, counters of vLLM's scheduler. Of several ranks it is rank 0's, and "ranks" has what each holds
+        and ran. EngineRefusal if any of it differs from what was asked for."""
+        found = self._ranks("rlk_readback")
         self._require_asked(found)
-        return {"mode": self.mode, **found, "counters": self._counters()}
+        ranks = [
+            {**(f["rank"] or {}), **{name: f[name] for name in ("model_hash", "kernels", "kv_cache", "pid", "threads")}} for f in found
+        ]
+        return {"mode": self.mode, **found[0], "ranks": ranks, "counters": self._counters()}
 
     def close(self) -> None:
         """Stop the engine and release its process group; the object is unusable afterwards, the process may start another engine."""
@@ -218,32 +235,55 @@ class VllmEngine:
         return {m.name.removeprefix("vllm:"): m.value for m in self._llm.get_metrics() if m.name.removeprefix("vllm:") in wanted}
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
+        """What every rank answers alike."""
+        answers = self._ranks(method, *arguments)
+        if any(answer != answers[0] for answer in answers):
+            raise EngineRefusal(f"ranks answer {method} differently ({answers}): start another engine")
+        return answers[0]
+
+    def _ranks(self, method: str, *arguments: Any) -> list[Any]:
         # A worker that dies on the answer would leave the caller waiting for ever, hence always a timeout.
         try:
-            return self._llm.collective_rpc(method, timeout=self._rpc_timeout, args=arguments)[0]
+            answers: list[Any] = self._llm.collective_rpc(method, timeout=self._rpc_timeout, args=arguments)
         except Exception as error:
             if type(error) is Exception:  # all that vLLM lets through of an error in another process
                 raise EngineRefusal(str(error)) from error
             raise
+        return answers
 
-    def _require_asked(self, found: Mapping[str, Any]) -> None:
-        for name, asked in self._asked.items():
-            if found[name] != asked:
-                raise EngineRefusal(f"{self.mode} engine runs {name}={found[name]!r}, asked for {asked!r}")
-        strangers = [module for module in found["modules"] if module.split(".")[0] == "rlk"]
+    def _require_asked(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        for found in ranks:
+            for name, asked in self._asked.items():
+                if found[name] != asked:
+                    raise EngineRefusal(f"{self.mode} engine runs {name}={found[name]!r}, asked for {asked!r}")
+        if len(ranks) != self.tensor_parallel_size or len({found["model_hash"] for found in ranks}) != 1:
+            raise EngineRefusal(f"{len(ranks)} ranks hold {sorted({found['model_hash'] for found in ranks})}: start another engine")
+        strangers = [module for module in ranks[0]["modules"] if module.split(".")[0] == "rlk"]
         if self.mode == "native" and strangers:
             raise EngineRefusal(f"native engine holds modules of rlk: {', '.join(strangers)}")
 
 
-def _prepare_environment(separate_process: bool) -> None:
+def _prepare_environment(separate_process: bool, ranks: int) -> None:
     """Variables that vLLM reads when it is imported or started; set here and nowhere else. No network, no usage report, one runner."""
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
         VLLM_DO_NOT_TRACK="1",
-        VLLM_HOST_IP="127.0.0.1",
+        VLLM_HOST_IP=LOOPBACK,
         VLLM_USE_V2_MODEL_RUNNER="0",
         VLLM_ENABLE_V1_MULTIPROCESSING="1" if separate_process else "0",
+        VLLM_CPU_OMP_THREADS_BIND="auto" if ranks == 1 else _cpu_shares(ranks),
     )
+    if ranks > 1:
+        # A forked rank would hang in OpenMP if this process has used it.
+        os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="spawn", GLOO_SOCKET_IFNAME="lo")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_bytes, in whole GiB
+
+
+def _cpu_shares(ranks: int) -> str:
+    """CPUs of each rank as vLLM writes them; EngineRefusal if this process has fewer than one for each."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < ranks:
+        raise EngineRefusal(f"tensor_parallel_size={ranks} needs as many CPUs, this process may use {len(cpus)}: take fewer ranks")
+    return "|".join(",".join(map(str, cpus[rank::ranks])) for rank in range(ranks))

@@ -15,6 +15,7 @@ import torch
 import vllm
 from safetensors.torch import save_file
 
+from rlk.contract.topology import owned
 from rlk.kernels import dispatch
 from rlk.model.config import Qwen3Config
 from rlk.model.weights import load_checkpoint, model_hash
@@ -120,6 +121,8 @@ class WorkerExtension:
             "partial_prefill_rows": sampler.partial_rows if sampler else None,
             "weight_version": self._rlk_version,
             "model_hash": live or self._rlk_hash,
+            "tensor_parallel_size": int(config.parallel_config.tensor_parallel_size),
+            "rank": self._rlk_rank(model) if live else None,
             "model_hash_of": "live parameters" if live else "files handed to vLLM's loader, which may repack and drop them",
             "kernels": self._rlk_kernels(),
             "subnormals_kept": _subnormals_kept(),
@@ -135,6 +138,13 @@ class WorkerExtension:
     def _rlk_sampler(self) -> StrictSampler | None:
         sampler = self.model_runner.sampler
         return sampler if isinstance(sampler, StrictSampler) else None
+
+    def _rlk_rank(self, model: RlkQwen3ForCausalLM) -> dict[str, Any]:
+        """This rank's place and what it alone holds: canonical shards, the hash of its own weights, traffic since the start."""
+        tp, parts = model.dense.tp, model.dense.parts()
+        shards = owned(tp.size, tp.rank, model.dense.numerics.canonical_tp)
+        traffic = tp.link.traffic.rows() if tp.size > 1 else []
+        return {"rank": tp.rank, "shards": list(shards), "shard_hash": model_hash(parts), "traffic": traffic}
 
     def _rlk_weights_hash(self) -> str | None:
         model = self.model_runner.get_model()

@@ -1,8 +1,9 @@
-"""The one Qwen3 forward pass as a vLLM model: whole weights on one rank, attention over vLLM's paged cache."""
+"""The one Qwen3 forward pass as a vLLM model: this rank's shards of the weights, attention over vLLM's paged cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from vllm.model_executor.layers.attention import Attention
 from rlk.model.config import CheckpointError
 from rlk.model.qwen3 import Qwen3Dense
 from rlk.rollout.vllm.attention import RlkAttentionBackend
+from rlk.rollout.vllm.ranks import tensor_parallel
 from rlk.rollout.vllm.settings import numerics_of, require_supported
 from rlk.rollout.vllm.tracing import StepRecorder
 
@@ -27,13 +29,14 @@ class RlkQwen3ForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config, numerics = require_supported(vllm_config), numerics_of(vllm_config)
-        self.dense = Qwen3Dense(config, numerics, max_positions=vllm_config.model_config.max_model_len)
+        tp = tensor_parallel(numerics)
+        self.dense = Qwen3Dense(config, numerics, max_positions=vllm_config.model_config.max_model_len, tp=tp)
         self.attention = nn.ModuleList(
             Attention(
-                config.num_attention_heads,
+                config.num_attention_heads // tp.size,
                 config.head_dim,
                 config.attention_scale,
-                num_kv_heads=config.num_key_value_heads,
+                num_kv_heads=config.num_key_value_heads // tp.size,
                 cache_config=vllm_config.cache_config,
                 prefix=f"{prefix}layers.{i}.attention",
                 attn_backend=RlkAttentionBackend,
@@ -58,14 +61,16 @@ class RlkQwen3ForCausalLM(nn.Module):
         if intermediate_tensors is not None or inputs_embeds is not None:
             raise NotImplementedError("strict mode runs the whole model on token ids: no pipeline stage, no input embeddings")
         trace = self.recorder.begin(positions) if self.recorder else None
-        return self.dense(input_ids.long(), positions.long(), self._attend, trace)
+        tp = self.dense.tp
+        with nullcontext() if tp.size == 1 else tp.link.unit("forward", repr((input_ids.tolist(), positions.tolist()))):
+            return self.dense(input_ids.long(), positions.long(), self._attend, trace)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[rows, H] -> fp32 [rows, vocab_size], one row per scheduled request."""
-        logits = self.dense.logits(hidden_states)
+        """[rows, H] -> fp32 [rows, columns of this rank's vocabulary shards, padding included], one row per scheduled request."""
+        columns = self.dense.columns(hidden_states)
         if self.recorder:
-            self.recorder.put_last_rows("logits", logits)
-        return logits
+            self.recorder.put_last_rows("logits", columns[:, : self.dense.config.vocab_size])
+        return columns
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Take a whole checkpoint by HF name. CheckpointError on a tensor that is missing, extra, given twice, misshapen or not bf16."""

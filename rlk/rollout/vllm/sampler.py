@@ -12,6 +12,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from rlk.contract.numerics import Numerics
 from rlk.contract.sampling import SamplingParams
 from rlk.model.config import Qwen3Config
+from rlk.parallel.collectives import Group
 from rlk.rollout.sampling import sample_rows
 from rlk.rollout.vllm.settings import KEY, LOGPROBS_MODE, EngineRefusal
 from rlk.rollout.vllm.tracing import StepRecorder
@@ -25,20 +26,20 @@ class StrictSampler(nn.Module):
     partial_rows: rows of unfinished prefills that were scheduled so far, evidence that prompts were really chunked.
     """
 
-    def __init__(self, runner: Any, config: Qwen3Config, numerics: Numerics) -> None:
+    def __init__(self, runner: Any, config: Qwen3Config, numerics: Numerics, tp: Group) -> None:
         super().__init__()
         self.logprobs_mode = LOGPROBS_MODE
         self.recorder = StepRecorder(runner, lambda request: int(self._extra(request)["sample_id"]))
         self.supports: dict[int, dict[int, list[int]]] = {}
         self.partial_rows = 0
-        self._runner, self._config, self._numerics = runner, config, numerics
+        self._runner, self._config, self._numerics, self._tp = runner, config, numerics, tp
 
     def clear(self) -> None:
         """Forget the supports of earlier requests."""
         self.supports = {}
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> SamplerOutput:
-        """logits fp32 [S, vocab_size], one row per scheduled request -> ids [S, 1] int32 and their logprobs [S, 1] fp32.
+        """logits fp32 [S, this rank's columns], one row per scheduled request -> ids [S, 1] int32 and their logprobs [S, 1] fp32.
 
         Rows of unfinished prefills are not sampled; vLLM drops what stands there. Ranks are not computed and read 0.
         """
@@ -65,6 +66,7 @@ class StrictSampler(nn.Module):
             vocab_size=self._config.vocab_size,
             padded_vocab=self._config.padded_vocab(self._numerics),
             numerics=self._numerics,
+            tp=self._tp,
         )
         ids[rows, 0] = drawn.ids.to(torch.int32)
         logprobs[rows, 0] = drawn.logprobs

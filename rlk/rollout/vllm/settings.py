@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlk.contract.numerics import CONTRACT_VERSION, ContractError, Numerics
+from rlk.contract.topology import Topology
 from rlk.model.config import Qwen3Config
 from rlk.rollout.vllm.plugin import ARCHITECTURE
 
@@ -49,14 +50,14 @@ def numerics_of(vllm_config: VllmConfig) -> Numerics:
 def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
     """Refuse by name everything that strict mode does not cover; returns the model's configuration."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    ranks = parallel.world_size * parallel.data_parallel_size
+    tp, ranks = parallel.tensor_parallel_size, parallel.world_size * parallel.data_parallel_size
     refused = {
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         "quantization": model.quantization is not None,
         f"dtype {model.dtype}": str(model.dtype) != "torch.bfloat16",
         f"KV cache dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", "bfloat16"),
-        f"{ranks} ranks (tensor, pipeline or data parallel)": ranks != 1,
+        f"{ranks} ranks of which {tp} are tensor parallel": ranks != tp,
         "a KV transfer connector": vllm_config.kv_transfer_config is not None,
         "custom logits processors": bool(model.logits_processors),
         "asynchronous scheduling": bool(vllm_config.scheduler_config.async_scheduling),
@@ -71,5 +72,10 @@ def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
     config = Qwen3Config.from_json(Path(model.model))
     if model.max_model_len > config.max_position_embeddings:
         raise EngineRefusal(f"max_model_len={model.max_model_len} exceeds the {config.max_position_embeddings} positions of the model")
-    config.require(numerics_of(vllm_config))
+    numerics = numerics_of(vllm_config)
+    config.require(numerics)
+    try:
+        Topology(rollout_tp=tp, numerics=numerics)
+    except ContractError as error:
+        raise EngineRefusal(f"tensor_parallel_size={tp}: {error}") from error
     return config

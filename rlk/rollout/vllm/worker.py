@@ -6,6 +6,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlk.rollout.vllm.extension import WorkerExtension
 from rlk.rollout.vllm.model import RlkQwen3ForCausalLM
+from rlk.rollout.vllm.ranks import tensor_parallel
 from rlk.rollout.vllm.sampler import StrictSampler
 from rlk.rollout.vllm.settings import EngineRefusal, numerics_of, require_supported
 
@@ -16,7 +17,8 @@ class StrictWorker(CPUWorker, WorkerExtension):
     def init_device(self) -> None:
         config = require_supported(self.vllm_config)
         super().init_device()
-        self.model_runner.sampler = StrictSampler(self.model_runner, config, numerics_of(self.vllm_config))
+        numerics = numerics_of(self.vllm_config)
+        self.model_runner.sampler = StrictSampler(self.model_runner, config, numerics, tensor_parallel(numerics))
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)
