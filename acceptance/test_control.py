@@ -110,8 +110,8 @@ class _StaleCluster(Cluster):
     def __init__(self, cluster: Cluster, checkpoint: Path, *, lies: bool) -> None:
         self._cluster, self._checkpoint, self._lies = cluster, checkpoint, lies
 
-    def rollout(self, mode: EngineMode) -> Remote:
-        remote = self._cluster.rollout(mode)
+    def rollout(self, mode: EngineMode, tp: int = 1) -> Remote:
+        remote = self._cluster.rollout(mode, tp)
         kept = _KeepsOldWeights(remote.side, remote.mode, remote.actor, remote.timeout_s, remote.logs)
         object.__setattr__(kept, "lies", self._lies)
         object.__setattr__(kept, "start_weights", self._checkpoint)

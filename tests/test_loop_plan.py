@@ -46,6 +46,16 @@ def test_a_plan_writes_nothing_and_travels_as_json(plan: Callable[..., RunPlan],
     assert (resolved.sampling.top_k, resolved.adam.lr, resolved.grpo.group_size) == (50, 1e-4, 8)
 
 
+def test_vllm_may_take_two_ranks(plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    resolved = plan(rollout_tp=2)
+    assert resolved.topology.rollout_tp == 2
+    assert "rollout TP 2" in dict(describe(resolved))["topology"]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    with pytest.raises(PlanError, match="rollout_tp=2 needs as many CPUs, here are 1: use 1"):
+        plan(rollout_tp=2)
+
+
 def test_the_learning_rate_follows_the_checkpoint(plan: Callable[..., RunPlan]) -> None:
     assert plan().adam.lr == 5e-7
 
@@ -82,7 +92,9 @@ def test_samples_groups_and_seeds(plan: Callable[..., RunPlan]) -> None:
         ({"tp": 3}, "tp=3 does not divide the canonical 8"),
         ({"tp": 2}, "tp=2 does not run on cpu"),
         ({"cp": 2}, "cp=2 does not run on cpu"),
-        ({"rollout_tp": 4}, "rollout_tp=4 does not run on cpu"),
+        ({"rollout_tp": 4}, "rollout_tp=4 does not run on cpu: use one of 1, 2"),
+        ({"rollout_cp": 2}, "rollout_cp=2 does not run on cpu"),
+        ({"rollout_tp": 2, "mode": "native"}, "mode=native with rollout_tp=2"),
         ({"rollout_cp": 16}, "rollout_cp=16 does not divide the canonical 8"),
         ({"temperature": -1}, "temperature=-1.0"),
         ({"temperature": "nan"}, "temperature=nan"),

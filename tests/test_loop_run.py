@@ -136,7 +136,7 @@ class FakeCluster:
     def _get(self, side: str, mode: str) -> Any:
         return FakeRemote(self.engines.setdefault((side, mode), self.kinds[side](mode)))
 
-    def rollout(self, mode: str) -> Any:
+    def rollout(self, mode: str, tp: int = 1) -> Any:
         return self._get("rollout", mode)
 
     def train(self, mode: str) -> Any:

@@ -348,6 +348,27 @@ def test_native_engine_is_untouched_and_differs(setup: Setup) -> None:
     torch.testing.assert_close(torch.tensor(updated.logprobs[0]), torch.tensor(first_logprob(setup.second, updated)), atol=6e-2, rtol=0)
 
 
+def test_two_ranks_answer_as_one(setup: Setup) -> None:
+    setup.spare("start", checkpoint=setup.first, mode="strict", tensor_parallel_size=2)
+    requests = mixed_requests()
+    expected = [tokens_and_bytes(response) for response in setup.strict("generate", requests)]
+    assert [tokens_and_bytes(response) for response in setup.spare("generate", requests)] == expected
+    found = setup.spare("readback")
+    ranks = found["ranks"]
+    assert [rank["shards"] for rank in ranks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [rank["model_hash"] for rank in ranks] == [setup.hashes[0]] * 2
+    assert len({rank["shard_hash"] for rank in ranks}) == len({rank["pid"] for rank in ranks}) == 2
+    assert [rank["kv_cache"]["shape"][1:] for rank in ranks] == [[4, 16, 64]] * 2
+    assert {row["op"] for rank in ranks for row in rank["traffic"]} == {"check", "all_gather", "all_to_all"}
+    with pytest.raises(RuntimeError, match="EngineRefusal: intermediates are whole on one rank only"):
+        setup.spare("trace", requests, Path("trace.safetensors"))
+    assert setup.spare("load_weights", setup.second, 1) == setup.hashes[1]
+    updated = setup.spare("generate", requests)
+    assert [tokens_and_bytes(response)[1] for response in updated] == rescored(setup.second, requests, updated)
+    with pytest.raises(RuntimeError, match="EngineRefusal: mode='native' with tensor_parallel_size=2"):
+        setup.spare("start", checkpoint=setup.first, mode="native", tensor_parallel_size=2)
+
+
 def test_unsupported_features_stop_a_strict_start(setup: Setup) -> None:
     refused = {
         "speculative decoding": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},

@@ -46,6 +46,15 @@ def test_a_strict_configuration_passes(tmp_path: Path) -> None:
     assert require_supported(supported(tmp_path)) == CONFIG
 
 
+def test_tensor_parallel_ranks_hold_whole_shards(tmp_path: Path) -> None:
+    config = supported(tmp_path)
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = 2
+    assert require_supported(config) == CONFIG
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = 3
+    with pytest.raises(EngineRefusal, match="tensor_parallel_size=3: rollout_tp=3 does not divide the canonical 8"):
+        require_supported(config)
+
+
 @pytest.mark.parametrize(
     ("where", "value", "named"),
     [

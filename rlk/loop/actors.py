@@ -58,8 +58,8 @@ def _plain_errors(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
 class RolloutActor:
     """A vLLM engine that serves one run after another: every run starts from its checkpoint under a new weight version."""
 
-    def __init__(self, mode: Mode, numerics: Numerics) -> None:
-        self._mode, self._numerics = mode, numerics
+    def __init__(self, mode: Mode, numerics: Numerics, tp: int = 1) -> None:
+        self._mode, self._numerics, self._tp = mode, numerics, tp
         self._engine: VllmEngine | None = None
         self._kernels_before: dict[tuple[str, ...], int] = {}
 
@@ -69,7 +69,9 @@ class RolloutActor:
         if self._engine is None:
             from rlk.rollout.vllm.engine import VllmEngine
 
-            self._engine = VllmEngine(checkpoint, mode=self._mode, numerics=self._numerics, max_model_len=context)
+            self._engine = VllmEngine(
+                checkpoint, mode=self._mode, numerics=self._numerics, max_model_len=context, tensor_parallel_size=self._tp
+            )
         else:
             self._engine.load_weights(checkpoint, int(self._engine.readback()["weight_version"]) + 1)
         found = self._engine.readback()

@@ -74,7 +74,7 @@ class Remote:
 
 
 class Cluster:
-    """Context manager. At most one actor per side and mode; runs that follow each other use the same ones.
+    """Context manager. At most one actor per side, mode and rollout TP; runs that follow each other use the same ones.
 
     ray_address: HOST:PORT of a running cluster on this host, which is left running; None starts one that listens on loopback only, without
     dashboard, and is stopped at the end. port: trainer rendezvous, 0 for a free one. timeout_s: longest wait for any answer.
@@ -82,7 +82,7 @@ class Cluster:
 
     def __init__(self, *, ray_address: str | None = None, port: int = 0, numerics: Numerics = DEFAULT, timeout_s: float = 600.0) -> None:
         self.ray_address, self.port, self.numerics, self.timeout_s = ray_address, port, numerics, timeout_s
-        self._actors: dict[tuple[Side, Mode], Remote] = {}
+        self._actors: dict[tuple[Side, Mode, int], Remote] = {}
 
     def __enter__(self) -> Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -114,22 +114,22 @@ class Cluster:
         self._actors.clear()
         ray.shutdown()
 
-    def rollout(self, mode: Mode) -> Remote:
-        """The rollout engine of a mode (methods of ``RolloutActor``)."""
-        return self._actor("rollout", mode, RolloutActor, mode, self.numerics)
+    def rollout(self, mode: Mode, tp: int = 1) -> Remote:
+        """The rollout engine of a mode on ``tp`` ranks (methods of ``RolloutActor``)."""
+        return self._actor("rollout", mode, tp, RolloutActor, mode, self.numerics, tp)
 
     def train(self, mode: Mode) -> Remote:
         """The trainer of a mode (methods of ``TrainActor``)."""
-        return self._actor("train", mode, TrainActor, mode, self.numerics, self.port)
+        return self._actor("train", mode, 1, TrainActor, mode, self.numerics, self.port)
 
-    def _actor(self, side: Side, mode: Mode, kind: type, *arguments: Any) -> Remote:
+    def _actor(self, side: Side, mode: Mode, tp: int, kind: type, *arguments: Any) -> Remote:
         import ray
 
-        if (side, mode) not in self._actors:
+        if (side, mode, tp) not in self._actors:
             # Both engines work in turns, so they share the cores instead of reserving them.
             actor = ray.remote(kind).options(num_cpus=0, max_restarts=0).remote(*arguments)
-            self._actors[side, mode] = Remote(side, mode, actor, self.timeout_s, _log_directory())
-        return self._actors[side, mode]
+            self._actors[side, mode, tp] = Remote(side, mode, actor, self.timeout_s, _log_directory())
+        return self._actors[side, mode, tp]
 
 
 def _prefer_loopback() -> None:

@@ -148,7 +148,7 @@ class _Run:
     def execute(self, cluster: Cluster) -> RunSummary:
         """All updates on an open cluster."""
         plan = self.plan
-        rollout, train = cluster.rollout(plan.rollout_mode), cluster.train(plan.train_mode)
+        rollout, train = cluster.rollout(plan.rollout_mode, plan.topology.rollout_tp), cluster.train(plan.train_mode)
         self._open(rollout, train)
         try:
             for step in range(1, plan.steps + 1):

@@ -26,6 +26,8 @@ from rlk.model.config import Qwen3Config
 from rlk.model.weights import load_checkpoint
 
 EngineMode = Literal["strict", "native"]
+ROLLOUT_TP = (1, 2)
+"""Ranks of vLLM on the CPU."""
 TINY_LR = 1e-4
 """Every update changes bf16 weights of the tiny model, and its rewards rise steadily; at 3e-4 they do so only in larger batches."""
 LOOPBACK = "127.0.0.1"
@@ -128,9 +130,9 @@ def make_plan(profile: Profile) -> RunPlan:
 
     Raises PlanError, ContractError, CheckpointError or PrepareError, each one line that names the value and the remedy.
     """
-    topology = _topology(profile)
-    sampling = SamplingParams(profile.temperature, profile.top_p, profile.top_k, profile.max_response_len)
     mode: EngineMode = "strict" if profile.mode == "consistency" else "native"
+    topology = _topology(profile, mode)
+    sampling = SamplingParams(profile.temperature, profile.top_p, profile.top_k, profile.max_response_len)
     if mode == "native" and sampling.truncates:
         raise PlanError(
             "mode=native: the stock engine does not hand over retained ids, so top_p < 1 or top_k > 0 cannot be scored: drop them"
@@ -202,11 +204,18 @@ def describe(plan: RunPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _topology(profile: Profile) -> Topology:
+def _topology(profile: Profile, mode: EngineMode) -> Topology:
     topology = Topology(tp=profile.tp, cp=profile.cp, rollout_tp=profile.rollout_tp, rollout_cp=profile.rollout_cp)
-    for name in ("tp", "cp", "rollout_tp", "rollout_cp"):
+    for name in ("tp", "cp", "rollout_cp"):
         if getattr(topology, name) != 1:
-            raise PlanError(f"{name}={getattr(topology, name)} does not run on cpu: tp, cp, rollout_tp and rollout_cp are 1 here")
+            raise PlanError(f"{name}={getattr(topology, name)} does not run on cpu: tp, cp and rollout_cp are 1 in the loop")
+    ranks, cpus = topology.rollout_tp, len(os.sched_getaffinity(0))
+    if ranks not in ROLLOUT_TP:
+        raise PlanError(f"rollout_tp={ranks} does not run on cpu: use one of {', '.join(map(str, ROLLOUT_TP))}")
+    if ranks > 1 and mode == "native":
+        raise PlanError(f"mode=native with rollout_tp={ranks}: the stock engine runs on one rank, leave --rollout-tp out")
+    if ranks > cpus:
+        raise PlanError(f"rollout_tp={ranks} needs as many CPUs, here are {cpus}: use {cpus}")
     return topology
 
 

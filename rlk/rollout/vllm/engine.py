@@ -104,6 +104,8 @@ class VllmEngine:
             "use_tqdm_on_load": False,
             "disable_log_stats": False,
         }
+        if tensor_parallel_size > 1:
+            arguments["distributed_executor_backend"] = "mp"
         if mode == "strict":
             arguments |= {
                 "hf_overrides": {"architectures": [ARCHITECTURE]},
