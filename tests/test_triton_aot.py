@@ -121,7 +121,7 @@ def test_every_shape_has_a_tile(platform: str) -> None:
     for rows in (1, 16, 17, 64, 65, 128, 129, 512, 513, 1 << 20):
         for depth in (1, 16, 72, 512, 1536, 19072):
             for leaves in (1, 2, MOST_LEAVES, 2 * MOST_LEAVES):
-                tile, whole = product_tile(platform, rows, depth, leaves)
+                tile, whole = product_tile(platform, rows, 4096, depth, leaves)
                 assert tile.depth % 16 == 0
                 assert whole or leaves > 1
                 assert not whole or leaves <= MOST_LEAVES

@@ -21,6 +21,7 @@ from rlk.kernels.det_gemm.cpu import det_gemm, det_gemm_input_grad
 from rlk.kernels.det_gemm.triton_tiles import Tile, product_tile, token_tile
 
 SOURCE = TritonSource("det_gemm")
+_GATHER_BLOCK = 2048
 
 
 @triton.jit
@@ -107,25 +108,45 @@ def _park(desk, value):
 
 
 @triton.jit
+def _pieces(a, b, row, column, k, TRANSPOSED: tl.constexpr, TOKENS: tl.constexpr):
+    """[ROWS, DEPTH] of a and [DEPTH, COLUMNS] of b from position k; a lies [k, rows] for TOKENS, b [k, columns] if TRANSPOSED."""
+    x = a.load([k, row]).T if TOKENS else a.load([row, k])
+    y = b.load([k, column]) if TRANSPOSED else b.load([column, k]).T
+    return x, y
+
+
+@triton.jit
 def _described_leaves(
-    a, b, desk, row, column, first, depth,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr,
+    a, b, offsets, desk, row, column, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TOKENS: tl.constexpr, FIRST: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr,
 ):  # fmt: skip
     if LEAVES == 1:
+        first = _edge(offsets, FIRST, DEPTH).to(tl.int32) if TOKENS else FIRST * depth
+        last = _edge(offsets, FIRST + 1, DEPTH).to(tl.int32) if TOKENS else first + depth
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(first, first + depth, DEPTH):
-            x = a.load([row, k])
-            y = b.load([k, column]) if TRANSPOSED else b.load([column, k]).T
+        for k in range(first, last, DEPTH):
+            x, y = _pieces(a, b, row, column, k, TRANSPOSED, TOKENS)
             total = tl.dot(x, y, total)
         return total
-    else:  # noqa: RET505
+    elif LEAVES == 2 and not TOKENS:  # noqa: RET505
+        # Two leaves of one depth side by side: half as many loops to fill and drain, and registers for both are needed anyway.
+        left, right = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in range(FIRST * depth, FIRST * depth + depth, DEPTH):
+            x, y = _pieces(a, b, row, column, k, TRANSPOSED, TOKENS)
+            left = tl.dot(x, y, left)
+            x, y = _pieces(a, b, row, column, k + depth, TRANSPOSED, TOKENS)
+            right = tl.dot(x, y, right)
+        return left + right
+    else:
         half: tl.constexpr = LEAVES // 2
-        next_desk = desk + ROWS * COLUMNS
-        middle = first + half * depth
-        left = _described_leaves(a, b, next_desk, row, column, first, depth, ROWS, COLUMNS, DEPTH, TRANSPOSED, half, PARK)
+        left = _described_leaves(
+            a, b, offsets, desk + ROWS * COLUMNS, row, column, depth, ROWS, COLUMNS, DEPTH, TRANSPOSED, TOKENS, FIRST, half, PARK,
+        )  # fmt: skip
         if LEAVES >= PARK:
             _park(desk, left)
-        right = _described_leaves(a, b, next_desk, row, column, middle, depth, ROWS, COLUMNS, DEPTH, TRANSPOSED, half, PARK)
+        right = _described_leaves(
+            a, b, offsets, desk + ROWS * COLUMNS, row, column, depth, ROWS, COLUMNS, DEPTH, TRANSPOSED, TOKENS, FIRST + half, half, PARK,
+        )  # fmt: skip
         if LEAVES >= PARK:
             left = tl.load(desk)
         return left + right
@@ -133,16 +154,42 @@ def _described_leaves(
 
 @triton.jit(do_not_specialize=["rows"])
 def _described_product(
-    a, b, out, desks, rows, columns, depth,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr,
+    a, b, offsets, out, desks, rows, columns, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TOKENS: tl.constexpr, LEAVES: tl.constexpr, PARK: tl.constexpr,
 ):  # fmt: skip
-    """_product through tensor descriptors, for leaves of whole tiles; b is [columns, k], or [k, columns] when transposed."""
+    """_product through tensor descriptors, for leaves of whole tiles of depth: of ``depth`` each, or gathered tokens (see _gather)."""
     desk = _desk(desks, ROWS, COLUMNS, LEAVES, PARK)
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = _place(tile, rows, columns, ROWS, COLUMNS)
-        total = _described_leaves(a, b, desk, row, column, 0, depth, ROWS, COLUMNS, DEPTH, TRANSPOSED, LEAVES, PARK)
+        total = _described_leaves(
+            a, b, offsets, desk, row, column, depth, ROWS, COLUMNS, DEPTH, TRANSPOSED, TOKENS, 0, LEAVES, PARK,
+        )  # fmt: skip
         _store(out, total, row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS), rows, columns)
+
+
+@triton.jit
+def _edge(offsets, LEAF: tl.constexpr, DEPTH: tl.constexpr):
+    """First gathered row of leaf LEAF: leaves are filled to whole tiles of DEPTH."""
+    edge = tl.zeros((), tl.int64)
+    for leaf in tl.static_range(LEAF):
+        edge += tl.cdiv(tl.load(offsets + leaf + 1) - tl.load(offsets + leaf), DEPTH) * DEPTH
+    return edge
+
+
+@triton.jit
+def _gather(source, index, offsets, gathered, stride, width, DEPTH: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """gathered = the rows of ``source`` in leaf order, each leaf filled with +0 to whole tiles of DEPTH."""
+    at, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    position, edge = tl.full((1,), -1, tl.int64), tl.zeros((1,), tl.int64)
+    for leaf in tl.static_range(LEAVES):
+        first, last = tl.load(offsets + leaf), tl.load(offsets + leaf + 1)
+        named = at - edge + first
+        position = tl.where((at >= edge) & (named < last), named, position)
+        edge += tl.cdiv(last - first, DEPTH) * DEPTH
+    token = tl.load(index + position, mask=position >= 0, other=-1)
+    value = tl.load(source + token * stride + column, mask=(column < width) & (token >= 0), other=0.0)
+    tl.store(gathered + at * width + column, value, mask=column < width)
 
 
 @triton.jit
@@ -212,7 +259,8 @@ def contract(op: str, a: torch.Tensor, b: torch.Tensor, transposed: bool, splits
         operands = TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]), TensorDescriptor.from_tensor(b, list(block))
         programs, desks, shape = _going_on(out, tile, splits)
         SOURCE.launch(
-            _described_product, programs, *operands, out, desks, rows, columns, depth, op=op, TRANSPOSED=transposed, **shape
+            _described_product, programs, *operands, None, out, desks, rows, columns, depth, op=op,
+            TRANSPOSED=transposed, TOKENS=False, **shape,
         )  # fmt: skip
         return
     parts = out if whole else out.new_empty(splits, rows, columns, dtype=torch.float32)
@@ -249,7 +297,7 @@ def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 def product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype) -> torch.Tensor:
     """x·wᵀ: [T, K] and [N, K] to [T, N], contracted over K in ``splits`` leaves."""
     out = x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
-    tile, whole = product_tile(platform(), x.shape[0], x.shape[1] // splits, splits)
+    tile, whole = product_tile(platform(), *out.shape, x.shape[1] // splits, splits)
     contract(op, _contiguous_rows(x), _contiguous_rows(w), False, splits, out, tile, whole)
     return out
 
@@ -257,7 +305,7 @@ def product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: t
 def input_grad(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """dy·w: [T, N] and [N, K] to [T, K], contracted over N in ``splits`` leaves."""
     out = w.new_empty(dy.shape[0], w.shape[1], dtype=out_dtype)
-    tile, whole = product_tile(platform(), dy.shape[0], dy.shape[1] // splits, splits)
+    tile, whole = product_tile(platform(), *out.shape, dy.shape[1] // splits, splits)
     contract(op, _contiguous_rows(dy.to(w.dtype)), _contiguous_rows(w), True, splits, out, tile, whole)
     return out
 
@@ -267,12 +315,30 @@ def weight_grad(
 ) -> torch.Tensor:
     """dyᵀ·x: [T, K] and [T, N] to [N, K] fp32, contracted over tokens in leaf order."""
     x, dy, tile = _contiguous_rows(x), _contiguous_rows(dy), tile or token_tile(platform())
+    index, offsets = index.contiguous(), offsets.contiguous()
     rows, columns = dy.shape[1], x.shape[1]
     out = x.new_empty(rows, columns, dtype=torch.float32)
-    grid, desks, shape = _going_on(out, tile, offsets.numel() - 1)
-    operands = dy, x, index.contiguous(), offsets.contiguous(), out, desks
-    SOURCE.launch(_token_product, grid, *operands, rows, columns, dy.stride(0), x.stride(0), op=op, **shape)
+    programs, desks, shape = _going_on(out, tile, offsets.numel() - 1)
+    if tile.descriptors and rows * dy.element_size() % 16 == 0 and columns * x.element_size() % 16 == 0:
+        a, b = (_gathered(source, index, offsets, tile.depth) for source in (dy, x))
+        operands = TensorDescriptor.from_tensor(a, [tile.depth, tile.rows]), TensorDescriptor.from_tensor(b, [tile.depth, tile.columns])
+        SOURCE.launch(
+            _described_product, programs, *operands, offsets, out, desks, rows, columns, 0, op=op, TRANSPOSED=True, TOKENS=True, **shape
+        )  # fmt: skip
+    else:
+        operands = dy, x, index, offsets, out, desks
+        SOURCE.launch(_token_product, programs, *operands, rows, columns, dy.stride(0), x.stride(0), op=op, **shape)
     return out
+
+
+def _gathered(source: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, depth: int) -> torch.Tensor:
+    """Rows of ``source`` in leaf order; the last rows stay unwritten, and unread, if the leaves need fewer."""
+    leaves, width = offsets.numel() - 1, source.shape[1]
+    gathered = source.new_empty(index.numel() + leaves * depth, width)
+    grid = gathered.shape[0], triton.cdiv(width, _GATHER_BLOCK)
+    constants = {"DEPTH": depth, "LEAVES": leaves, "BLOCK": _GATHER_BLOCK}
+    SOURCE.launch(_gather, grid, source, index, offsets, gathered, source.stride(0), width, op=None, **constants)
+    return gathered
 
 
 @det_gemm.register_kernel("cuda")
@@ -305,3 +371,4 @@ def examples() -> None:
         product("det_gemm", make(59, 72), make(40, 72), 1, torch.float32)
         index, offsets = torch.empty(4096, dtype=torch.int64), torch.empty(9, dtype=torch.int64)
         det_gemm_weight_grad(make(4096, 4096), make(4096, 6144), index, offsets)
+        det_gemm_weight_grad(make(64, 100), make(64, 90), index, offsets)

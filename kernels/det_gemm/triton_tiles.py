@@ -23,45 +23,51 @@ class Tile:
     resident: int = 1
 
 
-# (at most this many rows of output, tile), the first that fits.
+# (at most this many rows of output, at most this many columns, tile), the first that fits; None: any number.
+# Measured on an H200: up to 4096 columns there are too few tiles for two programs a multiprocessor, so that more stages pay.
 _CUDA_PLAIN = (
-    (16, Tile(16, 32, 256, 4, 3)),
-    (32, Tile(32, 32, 256, 4, 3)),
-    (64, Tile(64, 32, 128, 4, 4)),
-    (128, Tile(128, 64, 64, 4, 4)),
-    (512, Tile(128, 128, 64, 8, 4, descriptors=True)),
-    (None, Tile(128, 256, 64, 8, 3, descriptors=True)),
+    (16, None, Tile(16, 32, 256, 4, 4)),
+    (32, None, Tile(32, 32, 256, 4, 3)),
+    (64, 4096, Tile(64, 32, 128, 4, 6)),
+    (64, None, Tile(64, 32, 128, 4, 4)),
+    (128, 4096, Tile(64, 64, 128, 4, 4)),
+    (128, None, Tile(64, 64, 64, 4, 6, descriptors=True, resident=2)),
+    (256, 4096, Tile(128, 64, 64, 4, 6)),
+    (256, None, Tile(128, 128, 64, 8, 5, descriptors=True)),
+    (512, 4096, Tile(128, 128, 64, 8, 5, descriptors=True)),
+    (None, None, Tile(128, 256, 64, 8, 4, descriptors=True)),
 )
 _CUDA_SPLIT = (
-    (16, Tile(16, 64, 128, 4, 3)),
-    (64, Tile(64, 64, 64, 4, 4)),
-    (IN_REGISTERS := 128, Tile(128, 64, 64, 4, 4)),
-    (None, Tile(128, 128, 64, 8, 3, descriptors=True, park=4)),
+    (16, None, Tile(16, 64, 128, 4, 3)),
+    (64, None, Tile(64, 64, 64, 4, 4)),
+    (IN_REGISTERS := 128, None, Tile(128, 64, 64, 4, 4)),
+    (256, None, Tile(128, 64, 64, 8, 3, descriptors=True)),
+    (None, None, Tile(128, 128, 64, 8, 3, descriptors=True, park=8)),
 )
 _HIP_PLAIN = (
-    (16, Tile(16, 32, 128, 4, 2)),
-    (64, Tile(64, 64, 64, 4, 2)),
-    (None, Tile(128, 128, 64, 8, 2)),
+    (16, None, Tile(16, 32, 128, 4, 2)),
+    (64, None, Tile(64, 64, 64, 4, 2)),
+    (None, None, Tile(128, 128, 64, 8, 2)),
 )
 _HIP_SPLIT = (
-    (16, Tile(16, 64, 128, 4, 2)),
-    (None, Tile(64, 64, 64, 4, 2)),
+    (16, None, Tile(16, 64, 128, 4, 2)),
+    (None, None, Tile(64, 64, 64, 4, 2)),
 )
 _TABLES = {("cuda", False): _CUDA_PLAIN, ("cuda", True): _CUDA_SPLIT, ("hip", False): _HIP_PLAIN, ("hip", True): _HIP_SPLIT}
-_TOKENS = {"cuda": Tile(128, 128, 32, 8, 3, park=4), "hip": Tile(64, 64, 32, 4, 2)}
+_TOKENS = {"cuda": Tile(64, 128, 64, 4, 4, descriptors=True, park=4, resident=2), "hip": Tile(64, 64, 32, 4, 2)}
 
 MOST_LEAVES = 8
 """Leaves that one program joins in registers, at most."""
 _LEAST_DEPTH = 64
 
 
-def product_tile(platform: str, rows: int, depth: int, leaves: int) -> tuple[Tile, bool]:
-    """Tile of x·wᵀ or dy·w with ``rows`` rows and ``leaves`` leaves of ``depth``, and whether a program joins all leaves in registers.
+def product_tile(platform: str, rows: int, columns: int, depth: int, leaves: int) -> tuple[Tile, bool]:
+    """Tile of x·wᵀ or dy·w of [rows, columns] with ``leaves`` leaves of ``depth``, and whether a program joins all leaves in registers.
 
     Otherwise separate programs compute the leaves, which keeps the card busy when there are few rows.
     """
     table = _TABLES[platform, leaves > 1]
-    tile = next(tile for most, tile in table if most is None or rows <= most)
+    tile = next(tile for most, wide, tile in table if (most is None or rows <= most) and (wide is None or columns <= wide))
     fitting = tile.depth
     while fitting > _LEAST_DEPTH and depth % fitting:
         fitting //= 2

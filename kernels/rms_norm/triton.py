@@ -100,7 +100,8 @@ def _shape(width: int) -> dict[str, int]:
     """Rows and columns of one program, and its warps, for rows of ``width``."""
     block = triton.next_power_of_2(width)
     rows = max(1, _ELEMENTS // block)
-    return {"WIDTH": width, "ROWS": rows, "BLOCK": block, "warps": min(16, max(1, rows * block // 1024))}
+    elements = 2048 if rows == 1 else 1024  # of one warp: every warp repeats the last levels of a tree that crosses warps
+    return {"WIDTH": width, "ROWS": rows, "BLOCK": block, "warps": min(16, max(1, rows * block // elements))}
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:

@@ -15,6 +15,7 @@ from rlk.contract.topology import token_leaves
 from rlk.kernels.det_gemm import triton as gemm
 from rlk.kernels.det_gemm.triton_tiles import Tile
 from rlk.kernels.embedding.triton import copy
+from rlk.kernels.rms_norm import triton as norm
 from rlk.kernels.rms_norm.triton import gamma_grad, gradient, normalise
 from rlk.kernels.rope import rope_table
 from rlk.kernels.rope.triton import rotate
@@ -72,10 +73,17 @@ def products(report: Report) -> None:
 
 def rows(report: Report) -> None:
     """Operators that move bytes, against torch's."""
+    shape_of = norm._shape
     for tokens in (16, 4096):
         x, dy, gamma = random(tokens, 4096), random(tokens, 4096), random(4096)
         theirs = partial(torch.nn.functional.rms_norm, x, (4096,), gamma, 1e-6)
         timed(report, f"rms_norm {tokens}", {"torch": theirs, "rlk": partial(normalise, "rms_norm", x, gamma, 1e-6)})
+        for warps in (1, 2, 4):
+            shape = {"WIDTH": 4096, "ROWS": 1, "BLOCK": 4096, "warps": warps}
+            norm._shape = lambda width, shape=shape: shape
+            calls = {"y": partial(normalise, "rms_norm", x, gamma, 1e-6), "dx": partial(gradient, "rms_norm", x, gamma, dy, 1e-6)}
+            timed(report, f"rms_norm {tokens} {warps} warps", calls)
+        norm._shape = shape_of
         timed(report, f"rms_norm backward {tokens}", {"rlk": partial(gradient, "rms_norm", x, gamma, dy, 1e-6)})
         heads, head_gamma = random(tokens, 32, 128), random(128)
         theirs = partial(torch.nn.functional.rms_norm, heads, (128,), head_gamma, 1e-6)
@@ -111,6 +119,8 @@ def tiles(report: Report) -> None:
     leaves = token_leaves((1024, 1024, 1024, 1024))
     index, offsets = torch.tensor(leaves.index, device="cuda"), torch.tensor(leaves.offsets, device="cuda")
     x, dy = random(4096, 4096), random(4096, 6144)
+    gathered = partial(gemm._gathered, dy, index, offsets, 64)
+    timed(report, "gather 4096x6144", {"copy": dy.clone, "rlk": gathered})
     arms = {_short(t, True): partial(gemm.weight_grad, "det_gemm.weight_grad", x, dy, index, offsets, t) for t in TOKEN_TILES}
     timed(report, "weight gradient 6144x4096", {"torch": partial(torch.mm, dy.T, x), **arms}, repetitions=7)
     x, w = random(4096, 12288), random(4096, 12288)
