@@ -27,3 +27,13 @@ def test_cpu_kernels(cell: Cell, evidence: Evidence) -> None:
 @pytest.mark.cells(scope="ws1", backend="triton")
 def test_triton_kernels(cell: Cell, evidence: Evidence) -> None:
     _measure(cell, evidence)
+
+
+@pytest.mark.cells(scope="ws1", backend="vendor", subject="det_gemm")
+def test_vendor_products(cell: Cell, evidence: Evidence) -> None:
+    _measure(cell, evidence)
+
+
+@pytest.mark.cells(scope="ws1", backend="vendor", subject="lm_head")
+def test_vendor_logits(cell: Cell, evidence: Evidence) -> None:
+    _measure(cell, evidence)

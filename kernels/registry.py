@@ -6,6 +6,7 @@ from rlk.kernels._triton import TritonSource
 from rlk.kernels.attention.cpu import LIBRARY as ATTENTION
 from rlk.kernels.batch_invariant_logp.cpu import LIBRARY as BATCH_INVARIANT_LOGP
 from rlk.kernels.det_gemm.cpu import LIBRARY as DET_GEMM
+from rlk.kernels.det_gemm.vendor import LIBRARY as CUBLASLT
 from rlk.kernels.embedding.cpu import LIBRARY as EMBEDDING
 from rlk.kernels.logp.cpu import LIBRARY as LOGP
 from rlk.kernels.pack.cpu import LIBRARY as PACK
@@ -26,15 +27,17 @@ _OPERATORS = {
     SILU: ("silu",),
     SWIGLU: ("swiglu",),
 }
-
-
-_TRITON = {TritonSource(library.op): operators for library, operators in _OPERATORS.items()}
+_TRITON = {library.op: operators for library, operators in _OPERATORS.items()} | {"logp": ("logp", "batch_invariant_logp")}
+"""As on the CPU, but for one: there batch_invariant_logp has its own source of logp's arithmetic."""
 
 
 def declared_kernels() -> dict[str, tuple[str, ...]]:
     """Kernel id → operators that may report it on this machine. Nothing is built.
 
-    CPU ids are computed from source, flags, compiler and CPU, Triton ids from source and options; operators share the same sources in both.
+    CPU ids are computed from source, flags, compiler and CPU, Triton ids from source and options, the vendor library's from source and
+    version where this torch build holds it; operators share the same sources in all of them.
     """
     cpu = {library.kernel_id: operators for library, operators in _OPERATORS.items()}
-    return cpu | {source.kernel_id: operators for source, operators in _TRITON.items() if source.files}
+    triton = {TritonSource(op).kernel_id: operators for op, operators in _TRITON.items()}
+    vendor = {CUBLASLT.kernel_id: ("det_gemm", "lm_head")} if CUBLASLT.available else {}
+    return cpu | triton | vendor

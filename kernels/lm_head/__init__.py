@@ -7,11 +7,19 @@ import torch
 from rlk.kernels._triton import from_triton
 from rlk.kernels.det_gemm import check_input_part, check_product, check_weight_grad
 from rlk.kernels.dispatch import Backends, select
-from rlk.kernels.lm_head import cpu
+from rlk.kernels.lm_head import cpu, vendor
 
-_FORWARD: Backends = {"cpu": cpu.lm_head, "triton": from_triton("lm_head", "lm_head")}
-_INPUT_PART: Backends = {"cpu": cpu.lm_head_input_part, "triton": from_triton("lm_head", "lm_head_input_part")}
-_WEIGHT_GRAD: Backends = {"cpu": cpu.lm_head_weight_grad, "triton": from_triton("lm_head", "lm_head_weight_grad")}
+_FORWARD: Backends = {"cpu": cpu.lm_head, "triton": from_triton("lm_head", "lm_head"), "vendor": vendor.lm_head}
+_INPUT_PART: Backends = {
+    "cpu": cpu.lm_head_input_part,
+    "triton": from_triton("lm_head", "lm_head_input_part"),
+    "vendor": vendor.lm_head_input_part,
+}
+_WEIGHT_GRAD: Backends = {
+    "cpu": cpu.lm_head_weight_grad,
+    "triton": from_triton("lm_head", "lm_head_weight_grad"),
+    "vendor": vendor.lm_head_weight_grad,
+}
 
 
 def lm_head(h: torch.Tensor, w: torch.Tensor, *, grad_splits: int = 8, backend: str | None = None) -> torch.Tensor:

@@ -6,6 +6,7 @@ Memory is poisoned throughout. Operators that an operator depends on are judged 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -24,7 +25,7 @@ from rlk.evidence.accuracy import measure_accuracy
 from rlk.evidence.bytes import compare
 from rlk.evidence.schema import Accuracy, Comparison
 from rlk.kernels.case import Launch, OperatorCase, Tensors, build_case
-from rlk.kernels.dispatch import readback, reset_readback
+from rlk.kernels.dispatch import Ran, readback, reset_readback
 
 SIDE = "operator"
 CP_RANKS = (2, 4, 8)
@@ -39,17 +40,34 @@ class Sink(Protocol):
 
 
 def measure(operator: str, tier: Tier, judgment: Judgment, backend: str, sink: Sink) -> None:
-    """Hand in everything that ``rlk.contract.operators.evidence_names`` lists for the cell, and the kernels that ran for it."""
-    reset_readback()
-    with poisoned_memory():
+    """Hand in everything that ``rlk.contract.operators.evidence_names`` lists for the cell, and the kernels that ran for it.
+
+    What only prepares arguments, such as the table of rope, which is always built on the CPU, is not among these kernels.
+    """
+    calls: Counter[tuple[str, str, str]] = Counter()
+    with poisoned_memory(), _full_precision():
         for name, at in judged_shapes(operator, tier):
             wanted = shape_evidence(name, at, judgment)
             case = replace(_case(name, at.name, backend), shape=at)
+            reset_readback()
             if judgment.exact:
                 _invariance(name, case, judgment, wanted, sink)
             else:
                 _accuracy(name, case, judgment, wanted, sink)
-    sink.kernels(SIDE, [asdict(ran) for ran in readback()])
+            calls.update({(ran.op, ran.backend, ran.kernel_id): ran.calls for ran in readback()})
+    sink.kernels(SIDE, [asdict(Ran(*kernel, count)) for kernel, count in sorted(calls.items())])
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """fp32 products of the references in fp32: no TF32, no autocast."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @functools.lru_cache(maxsize=2)
