@@ -68,6 +68,8 @@ def gathers(rank: int, size: int, port: int) -> list[Any]:
         before = len(world.link.traffic.rows())
         received = world.all_gather_many(sent)
         assert len(world.link.traffic.rows()) == before + 2
+        (nothing,) = world.all_gather_many([torch.zeros(0, 4, dtype=torch.bfloat16)])
+        assert nothing.shape == (size, 0, 4)
         return [[list(t.shape), str(t.dtype), bits(t)] for t in received]
 
 

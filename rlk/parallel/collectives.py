@@ -126,7 +126,7 @@ def _unpack(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
     result, at = [], 0
     for tensor in like:
         size = tensor.numel() * tensor.element_size()
-        result.append(joined[:, at : at + size].contiguous().view(tensor.dtype).reshape(joined.shape[0], *tensor.shape))
+        result.append(joined[:, at : at + size].reshape(-1).view(tensor.dtype).reshape(joined.shape[0], *tensor.shape))
         at += size + -size % _ALIGN
     return result
 
