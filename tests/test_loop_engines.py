@@ -169,7 +169,7 @@ def test_an_interrupted_run_is_readable_and_leaves_a_foreign_cluster_alone(runs:
     while not metrics.exists() and process.poll() is None and time.monotonic() - began < PATIENCE:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, (out, err)
     assert err == f"rlk: interrupted, what was done is in {metrics.parent}\n"
     assert validate_run(metrics.parent) == ["the run failed: interrupted"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -369,6 +370,20 @@ def test_an_interrupt_leaves_a_readable_directory(plan: Callable[..., RunPlan]) 
     assert (resolved.directory / "FAILED").read_text() == "interrupted\n"
     assert len((resolved.directory / "metrics.jsonl").read_text().splitlines()) == 1
     assert validate_run(resolved.directory) == ["the run failed: interrupted"]
+
+
+def test_an_interrupt_that_a_callback_swallows_still_ends_the_run(plan: Callable[..., RunPlan]) -> None:
+    class Swallowed(FakeTrain):
+        def update(self, *arguments: Any) -> dict[str, Any]:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            return super().update(*arguments)
+
+    resolved = plan()
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(resolved, FakeCluster(train=Swallowed))
+    assert (resolved.directory / "FAILED").read_text() == "interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_refused_and_equal_samples_are_reported_not_fatal(plan: Callable[..., RunPlan]) -> None:

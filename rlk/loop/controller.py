@@ -25,6 +25,7 @@ from rlk.evidence.schema import Comparison, KernelUse
 from rlk.loop.actors import EngineFault, Identity
 from rlk.loop.arithmetic import Problem, reward
 from rlk.loop.cluster import Cluster, ClusterError, EngineLost, Remote
+from rlk.loop.interrupt import remembered_interrupts
 from rlk.loop.plan import RunPlan
 from rlk.loop.records import MANIFEST, METRICS, PLAN, SAMPLES, Manifest, RunSummary, SampleLine, StepResult, logprobs_file
 from rlk.loop.tokenizer import TextTokenizer
@@ -58,6 +59,21 @@ class Observer(Protocol):
         """An update is complete and on record."""
 
 
+class _Checked:
+    """An observer that lets no phase begin and no update end after an interrupt."""
+
+    def __init__(self, observer: Observer, check: Callable[[], None]) -> None:
+        self._observer, self._check = observer, check
+
+    def phase(self, step: int, name: str) -> None:
+        self._check()
+        self._observer.phase(step, name)
+
+    def finished(self, result: StepResult) -> None:
+        self._check()
+        self._observer.finished(result)
+
+
 class _Silent:
     def phase(self, step: int, name: str) -> None:
         pass
@@ -80,15 +96,16 @@ def run_loop(
     Raises RunDirectoryError if the directory exists. Any later failure leaves a manifest and FAILED with the reason in the directory and
     raises RunFailed; KeyboardInterrupt and other exits pass through, recorded in the same way.
     """
-    run = _Run(plan, tasks or plan.tasks, observer or _Silent(), command)
-    with run.recorded():
-        if cluster is not None:
-            return run.execute(cluster)
-        run.observer.phase(0, "Ray")
-        began = time.monotonic()
-        with Cluster(ray_address=plan.ray_address, port=plan.port, numerics=plan.topology.numerics) as own, run.recorded():
-            run.timings["ray"] = time.monotonic() - began
-            return run.execute(own)
+    with remembered_interrupts() as check:
+        run = _Run(plan, tasks or plan.tasks, _Checked(observer or _Silent(), check), command)
+        with run.recorded():
+            if cluster is not None:
+                return run.execute(cluster)
+            run.observer.phase(0, "Ray")
+            began = time.monotonic()
+            with Cluster(ray_address=plan.ray_address, port=plan.port, numerics=plan.topology.numerics) as own, run.recorded():
+                run.timings["ray"] = time.monotonic() - began
+                return run.execute(own)
 
 
 def align(responses: Sequence[Response], scores: Mapping[int, Sequence[float]]) -> dict[str, torch.Tensor]:
