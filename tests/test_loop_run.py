@@ -7,6 +7,7 @@ import shutil
 import signal
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
