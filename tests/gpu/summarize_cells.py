@@ -1,0 +1,54 @@
+"""Writes the summary of an operator session on a card, small enough to keep with the sources:
+
+    python tests/gpu/summarize_cells.py <run directory> <certificate of the vendor library> benchmarks/results/ws1_h200.json
+
+The run directory itself stays the evidence; the summary names its files by digest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlk.acceptance.validate import validate_run
+from rlk.evidence.rundir import RunDirectory
+from rlk.evidence.schema import Report, Status
+
+
+def summarize(directory: Path, certificate: Path) -> dict[str, Any]:
+    """What ran, where, on which sources, and how every cell ended. Raises ValueError for a directory that does not hold together."""
+    if problems := validate_run(directory):
+        raise ValueError(f"{directory}: {problems[0]}")
+    certified = json.loads(certificate.read_text())
+    report = Report.model_validate_json((directory / "report.json").read_bytes())
+    environment, gpu = report.environment, report.environment["gpus"][0]
+    ended = {status: [r for r in report.records if r.status is status] for status in Status}
+    used = {(use.op, use.backend, use.kernel_id) for record in ended[Status.PASS] for use in record.kernels}
+    return {
+        "run_id": report.run_id,
+        "date": report.started_at[:10],
+        "command": report.command,
+        "commit": report.provenance.sha,
+        "dirty": report.provenance.dirty,
+        "tree_digest": report.provenance.tree_digest,
+        "card": gpu["name"],
+        "driver": gpu["driver_clocks_power"].split(",")[0],
+        "cuda": environment["cuda"],
+        "packages": environment["packages"],
+        "verdict": report.verdict.status,
+        "required": len(report.records),
+        "green": [r.cell_id for r in ended[Status.PASS]],
+        "red": {r.cell_id: r.reasons[0] for r in ended[Status.FAIL]},
+        "missing": [r.cell_id for r in ended[Status.MISSING]],
+        "elements_compared": sum(r.elements for r in report.records),
+        "kernels": {kernel_id: sorted(op for op, _, k in used if k == kernel_id) for kernel_id in sorted({k for *_, k in used})},
+        "vendor": {**certified, "certified": len(certified["certified"])},
+        "files": RunDirectory(directory).digests(),
+    }
+
+
+if __name__ == "__main__":
+    run, certificate, target = map(Path, sys.argv[1:])
+    target.write_text(json.dumps(summarize(run, certificate), indent=1) + "\n")

@@ -1,0 +1,74 @@
+"""The kept summary of the operator cells on a card: it adds up, names real cells and kernels, and claims no more than its sources can."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlk.acceptance.judge import BACKENDS_OF
+from rlk.acceptance.validate import KERNEL_ID
+from rlk.acceptance.ws1 import ws1_cells
+from rlk.contract.judgments import OPERATORS
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+REQUIRED = {cell.cell_id: cell for cell in ws1_cells("cuda") if cell.required}
+DIGEST = re.compile(r"[0-9a-f]{64}")
+PLACES = {"run_id", "date", "command", "commit", "dirty", "tree_digest", "card", "driver", "cuda", "packages"}
+OUTCOMES = {"verdict", "required", "green", "red", "missing", "elements_compared", "kernels", "vendor", "files"}
+
+
+@pytest.fixture(scope="module")
+def summary() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / "ws1_h200.json").read_text())
+    return found
+
+
+def test_it_says_where_and_on_which_sources(summary: dict[str, Any]) -> None:
+    assert set(summary) == PLACES | OUTCOMES
+    assert summary["dirty"] is False
+    assert re.fullmatch(r"[0-9a-f]{40}", summary["commit"])
+    assert DIGEST.fullmatch(summary["tree_digest"])
+    assert date.fromisoformat(summary["date"])
+    assert "H200" in summary["card"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", summary["driver"])
+    assert {"torch", "triton", "pytest", "pydantic"} <= set(summary["packages"])
+    assert re.search(r"-m cuda acceptance/ --scope ws1\b", summary["command"])
+    assert "--allow-dirty" not in summary["command"]
+
+
+def test_every_required_cell_is_green_red_or_missing_once(summary: dict[str, Any]) -> None:
+    named = [*summary["green"], *summary["red"], *summary["missing"]]
+    assert len(named) == len(set(named)) == summary["required"]
+    assert set(named) == set(REQUIRED)
+    assert all(isinstance(reason, str) and reason for reason in summary["red"].values())
+    expected = "FAIL" if summary["red"] else "MISSING" if summary["missing"] else "PARTIAL"
+    assert summary["verdict"] == expected
+    assert summary["elements_compared"] > 0
+
+
+def test_kernels_are_well_formed_and_cover_the_green_cells(summary: dict[str, Any]) -> None:
+    names = {op.name for op in OPERATORS}
+    for kernel_id, operators in summary["kernels"].items():
+        assert KERNEL_ID.fullmatch(kernel_id)
+        assert kernel_id.split(":")[0] in BACKENDS_OF["cuda"]
+        assert operators == sorted(set(operators))
+        assert {op.split(".")[0] for op in operators} <= names
+    ran = {(kernel_id.split(":")[0], op) for kernel_id, operators in summary["kernels"].items() for op in operators}
+    for cell_id in summary["green"]:
+        cell = REQUIRED[cell_id]
+        assert {(cell.backend, op) for _, op in cell.strict} <= ran, cell_id
+
+
+def test_digests_and_the_certificate_are_well_formed(summary: dict[str, Any]) -> None:
+    assert {"cells.jsonl", "environment.json", "report.json"} <= set(summary["files"])
+    assert all(DIGEST.fullmatch(digest) for digest in summary["files"].values())
+    vendor = summary["vendor"]
+    assert vendor["certified"] > 0
+    assert (vendor["card"], vendor["driver"]) == (summary["card"], summary["driver"])
+    assert {vendor["vendor"], vendor["chain"]} <= set(summary["kernels"])
+    assert re.fullmatch(r"cuBLASLt \d{6}", vendor["library"])
