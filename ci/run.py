@@ -3,6 +3,8 @@
 
     python3 ci/run.py tests        lint, types and the tests
     python3 ci/run.py acceptance   the CPU acceptance matrix; the path of the report is printed last
+    python3 ci/run.py ws1          its operator scope alone: 0 if every operator cell is green
+    python3 ci/run.py ws1-chain    the operator scope and the chain of the model's intermediates
 
 Arguments after the job go to pytest. The environment lives in .venv and is installed again only when a lock file changes.
 """
@@ -38,7 +40,17 @@ def acceptance(extra: list[str]) -> int:
     return run([str(PYTHON), "-m", "pytest", "-m", "cpu", "acceptance/", *extra])
 
 
-JOBS = {"tests": tests, "acceptance": acceptance}
+def ws1(extra: list[str]) -> int:
+    """The operator scope; fails unless all of its required cells are green."""
+    return acceptance(["--scope", "ws1", *extra])
+
+
+def ws1_chain(extra: list[str]) -> int:
+    """The operator scope and the chain scope."""
+    return acceptance(["--scope", "ws1", "--scope", "chain", *extra])
+
+
+JOBS = {"tests": tests, "acceptance": acceptance, "ws1": ws1, "ws1-chain": ws1_chain}
 
 
 def run(command: list[str]) -> int:
