@@ -7,13 +7,22 @@ Writes $OUT/vendor.json and exits 1 if a check failed.
 
 from __future__ import annotations
 
+import os
 import time
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as in an acceptance session
 
 import torch
 from report import Report, graphed, main
 
+import rlk.kernels.det_gemm as det_gemm_module
+from rlk.acceptance.collector import Evidence
+from rlk.acceptance.measure import measure
+from rlk.contract.judgments import JUDGMENTS
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.topology import token_leaves
+from rlk.evidence.bytes import describe
 from rlk.kernels.batch_invariant_logp import batch_invariant_logp_with_lse
 from rlk.kernels.batch_invariant_logp.reference import batch_invariant_logp as specified
 from rlk.kernels.det_gemm import det_gemm, det_gemm_input_part, det_gemm_weight_grad, vendor, vendor_certificate
@@ -78,6 +87,23 @@ def refusals(report: Report) -> None:
     report.holds("library settings put back", before == after, settings=str(after))
 
 
+def planted(report: Report) -> None:
+    """The default library in the place of det_gemm, uncertified: its own cells see it, in the tier where it splits K."""
+    judgment = next(j for j in JUDGMENTS if j.name == "forward_invariance")
+    table: Any = det_gemm_module._FORWARD
+    honest = table["vendor"]
+    table["vendor"] = lambda x, w, splits, grad_splits, out_dtype: torch.mm(x, w.T)
+    try:
+        evidence = Evidence()
+        measure("det_gemm", "primary", judgment, "vendor", evidence)
+    finally:
+        table["vendor"] = honest
+    caught = [describe(c) for c in evidence.close().comparisons if not c.equal]
+    report.holds(
+        "planted: default cuBLAS in the cells of det_gemm", bool(caught), comparisons=len(caught), first=caught[0] if caught else ""
+    )
+
+
 def logits(report: Report) -> None:
     """Errors of logprobs over the whole vocabulary, and those of the fp32 reference, against fp64."""
     for seed in range(4):
@@ -106,4 +132,4 @@ def logits(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    main("vendor", {"products": products, "refusals": refusals, "logits": logits})
+    main("vendor", {"products": products, "refusals": refusals, "planted": planted, "logits": logits})
