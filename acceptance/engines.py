@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
+from rlk.acceptance.matrix import ROLLOUT_TP2
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.update import AdamParams, GrpoParams
@@ -79,15 +80,18 @@ class Runs:
             raise done
         return done
 
-    def sampling(self, name: str) -> RunSummary:
-        """The integration run of one sampling row of the contract."""
-        row = next(r for r in SAMPLING_ROWS if r.name == name)
-        return self.once(f"RR-{name}", lambda: run_loop(self._row_plan(row), self.cluster, command="acceptance"))
+    def integration(self, cell: Cell) -> RunSummary:
+        """The run of an integration cell: a sampling row of the contract, on one or two rollout ranks."""
+        row = next(r for r in SAMPLING_ROWS if r.name == cell.workload.partition("-")[2])
+        ranks = 2 if cell.subject == ROLLOUT_TP2 else 1
+        return self.once(
+            f"{cell.subject}-{row.name}", lambda: run_loop(self._row_plan(cell.subject, row, ranks), self.cluster, command="acceptance")
+        )
 
-    def _row_plan(self, row: SamplingRow) -> RunPlan:
+    def _row_plan(self, subject: str, row: SamplingRow, ranks: int) -> RunPlan:
         # Greedy responses to one prompt are equal, so that row takes as many prompts as it takes samples.
         shape = {"prompts": PROMPTS * GROUP, "group_size": 1} if row.sampling.greedy else {}
-        return self.plan(f"RR-{row.name}", row.sampling, steps=row.updates, **shape)
+        return self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, rollout_tp=ranks, **shape)
 
     def arm(self, train: EngineMode, rollout: EngineMode) -> RunSummary:
         """One update in which each side is strict or native; sampling does not truncate, since a native engine returns no retained ids."""

@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 
-from acceptance.topologies import Topologies, digests, order
+from acceptance.topologies import Topologies, digests, order, shard_hashes
 from rlk.acceptance.collector import Evidence
-from rlk.contract.numerics import DEFAULT
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
 from rlk.evidence.bytes import Token
-from rlk.model.layout import pack_weights
-from rlk.model.shards import dimension
-from rlk.model.weights import load_checkpoint, model_hash
+from rlk.model.weights import load_checkpoint
 from rlk.parallel.pool import Outcome, free_port, require
 
 WORKER = Path(__file__).with_name("ws2_rollout_worker.py")
@@ -142,13 +139,10 @@ def compare_pair(evidence: Evidence, run: Generation, scored: Scored, published:
 
 def compare_weights(evidence: Evidence, run: Generation, checkpoint: Path) -> None:
     """The model's hash on every rank, and the hash of each rank's own shards against those cut from the files."""
-    source = load_checkpoint(checkpoint)
-    packed = pack_weights(source.tensors, source.config, DEFAULT)
-    evidence.compare("model", digests(f["model_hash"] for f in run.readbacks), digests([source.model_hash] * len(run.readbacks)))
+    whole, own = load_checkpoint(checkpoint).model_hash, shard_hashes(checkpoint, run.tp)
+    evidence.compare("model", digests(f["model_hash"] for f in run.readbacks), digests([whole] * len(run.readbacks)))
     for rank, found in enumerate(run.readbacks):
-        cut = {name: dimension(name) for name in packed}
-        own = {n: t if (at := cut[n]) is None else t.chunk(run.tp, at)[rank % run.tp].contiguous() for n, t in packed.items()}
-        evidence.compare(f"rank {rank}", digests([found["shard_hash"]]), digests([model_hash(own)]))
+        evidence.compare(f"rank {rank}", digests([found["shard_hash"]]), digests([own[rank % run.tp]]))
 
 
 def hand_in(evidence: Evidence, run: Generation, scored: Scored, topology: dict[str, Any]) -> None:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import pytest
 
 from acceptance.engines import Runs, compare_logprobs, hand_in_run, hash_bytes
+from acceptance.topologies import shard_hashes
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
+from rlk.acceptance.matrix import ROLLOUT_TP2
 
 
 @pytest.mark.cells(scope="integration", judgment="logprob")
 def test_logprob(cell: Cell, evidence: Evidence, runs: Runs) -> None:
-    summary = runs.sampling(cell.workload.partition("-")[2])
+    summary = runs.integration(cell)
     hand_in_run(evidence, summary)
     compare_logprobs(evidence, summary)
 
 
 @pytest.mark.cells(scope="integration", judgment="publication")
 def test_publication(cell: Cell, evidence: Evidence, runs: Runs) -> None:
-    summary = runs.sampling(cell.workload.partition("-")[2])
+    summary = runs.integration(cell)
     hand_in_run(evidence, summary)
     for step in summary.steps:
         evidence.compare(f"update {step.step}: publication", hash_bytes(step.rollout[1]), hash_bytes(step.train[1]))
         assert step.rollout[0] == step.train[0] == step.published_version
     assert len(set(summary.model_hashes)) == len(summary.steps) + 1, "a publication left the model hash as it was"
+    if cell.subject == ROLLOUT_TP2:
+        last = summary.directory / "weights" / f"v{summary.steps[-1].published_version}"
+        held = [rank["shard_hash"] for rank in summary.manifest.engines["rollout"]["ranks"]]
+        for rank, (actual, expected) in enumerate(zip(held, shard_hashes(last, 2), strict=True)):
+            evidence.compare(f"rank {rank}: shards", hash_bytes(actual), hash_bytes(expected))

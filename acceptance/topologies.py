@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 
 from rlk.acceptance.collector import Evidence
 from rlk.acceptance.ws2 import LAYOUTS, SIDE, UPDATES, subject
+from rlk.contract.numerics import DEFAULT
 from rlk.contract.orders import fold_pairs
 from rlk.contract.topology import Topology
 from rlk.evidence.bytes import Token
 from rlk.model.config import Qwen3Config
+from rlk.model.layout import pack_weights
 from rlk.model.shards import dimension
-from rlk.model.weights import tensor_hash
+from rlk.model.weights import load_checkpoint, model_hash, tensor_hash
 from rlk.parallel.pool import Outcome, Pool, free_port, require
 
 WORKER = Path(__file__).with_name("ws2_worker.py")
@@ -219,7 +221,7 @@ def _compare_parts(evidence: Evidence, run: Run, reference: Run, layout: str, ki
     wholes = [reference.whole(layout, number) for number in range(1, UPDATES + 1)]
     for rank, answer in enumerate(run.ranks(layout)):
         expected = [
-            tensor_hash(_part(name, whole[name], run, rank)) for whole in wholes for kind in kinds for name in _of_kind(whole, kind)
+            tensor_hash(_part(name, whole[name], run.tp, rank)) for whole in wholes for kind in kinds for name in _of_kind(whole, kind)
         ]
         held = [
             update["digests"][name] for update, whole in zip(answer["updates"], wholes) for kind in kinds for name in _of_kind(whole, kind)
@@ -227,9 +229,17 @@ def _compare_parts(evidence: Evidence, run: Run, reference: Run, layout: str, ki
         evidence.compare(f"rank {rank}", digests(held), digests(expected))
 
 
-def _part(name: str, whole: torch.Tensor, run: Run, rank: int) -> torch.Tensor:
+def shard_hashes(checkpoint: Path, tp: int) -> list[str]:
+    """What each tensor parallel rank's own packed weights must hash to, cut from the files."""
+    source = load_checkpoint(checkpoint)
+    packed = pack_weights(source.tensors, source.config, DEFAULT)
+    return [model_hash({name: _part(name, whole, tp, rank) for name, whole in packed.items()}) for rank in range(tp)]
+
+
+def _part(name: str, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """Rank ``rank``'s part of a whole packed tensor; ranks count TP first."""
     cut = dimension(name)
-    return whole if cut is None else whole.chunk(run.tp, cut)[rank % run.tp].contiguous()
+    return whole if cut is None else whole.chunk(tp, cut)[rank % tp].contiguous()
 
 
 def digests(hashes: Iterable[str]) -> torch.Tensor:

@@ -37,6 +37,9 @@ LEARNING = tuple(
 )  # fmt: skip
 """What a strict side must report to have run."""
 
+ROLLOUT_TP2, ROLLOUT_TP2_ROW = "RR_rollout_tp2", "nucleus"
+"""Subject of the integration cells whose rollout engine has two tensor parallel ranks, and their sampling row."""
+
 ENGINES = ("rollout_engine", "train_engine")
 UPDATE_FACTS = (*ENGINES, "model_hashes", "reward_per_step", "kl_per_step", "tokens_compared")
 
@@ -67,6 +70,11 @@ def _integration(platform: Platform) -> Iterator[Cell]:
         for judgment in ("logprob", "publication"):
             names = tuple(f"update {step}: {judgment}" for step in range(1, row.updates + 1))
             yield Cell(platform, "integration", "RR", workload, judgment, strict=strict, names=names, facts=UPDATE_FACTS)
+            if row.name == ROLLOUT_TP2_ROW:
+                ranks = ("rank 0: shards", "rank 1: shards") if judgment == "publication" else ()
+                yield Cell(
+                    platform, "integration", ROLLOUT_TP2, workload, judgment, strict=strict, names=(*names, *ranks), facts=UPDATE_FACTS
+                )
 
 
 def _ablations(platform: Platform) -> Iterator[Cell]:
