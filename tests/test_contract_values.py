@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -113,6 +115,13 @@ def test_records_accept_what_is_whole() -> None:
     assert _response(support=((2, 5), (7,))).length == 4
     assert _response(token_ids=(), logprobs=()).length == 2
     assert Request(0, (1,), SamplingParams()).prompt_ids == (1,)
+
+
+def test_records_survive_a_journey_as_json() -> None:
+    request = Request(3, (1, 2), SamplingParams(temperature=0.7, top_k=5, seed=9))
+    assert Request.from_plain(json.loads(json.dumps(asdict(request)))) == request
+    for response in (_response(), _response(support=((2, 5), (7,)))):
+        assert Response.from_plain(json.loads(json.dumps(asdict(response)))) == response
 
 
 @pytest.mark.parametrize(
