@@ -1,7 +1,8 @@
 """Runs every Triton operator but attention and logprobs once at small shapes, for a memory checker:
 
-    PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python3 tests/gpu/sanitized_operators.py
-    PYTHONPATH=. compute-sanitizer --tool racecheck --error-exitcode 9 python3 tests/gpu/sanitized_operators.py
+    export PYTHONPATH=.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitized_operators.py
+    compute-sanitizer --tool racecheck python3 tests/gpu/sanitized_operators.py
 
 Shapes are odd on purpose: rows, columns and depths that end inside a tile, rows enough for leaves in registers and for parked ones.
 """
