@@ -11,6 +11,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,9 +68,13 @@ def plan(
     as_json: JsonFlag = False,
     cells: Annotated[bool, typer.Option("--cells", help="list the acceptance matrix instead of a run")] = False,
     cell: Annotated[list[str] | None, typer.Option("--cell", metavar="ID", help="show one cell of it; may be repeated")] = None,
+    case: Annotated[int | None, typer.Option("--case", metavar="N", help="with --cells: what owns public failure N")] = None,
     platform: Annotated[str, typer.Option("--platform", help="platform of --cells and --cell: cpu, cuda or rocm")] = "cpu",
 ) -> None:
     """Show exactly what `rlk run` would do with the same options, or the cells of the acceptance matrix."""
+    if case is not None:
+        _show_case(case, as_json)
+        return
     if cells or cell:
         _list_cells(platform, cell or [], as_json)
         return
@@ -230,6 +235,25 @@ def _list_cells(platform: str, ids: list[str], as_json: bool) -> None:
     if chosen is None:
         required = sum(cell.required for cell in cells)
         print(f"{len(cells)} cells: {required} required, {len(cells) - required} unsupported")
+
+
+def _show_case(number: int, as_json: bool) -> None:
+    from rlk.acceptance.cases import lookup
+
+    try:
+        case = lookup(number)
+    except KeyError as error:
+        raise Refused(f"--case: {error.args[0]}") from None
+    if as_json:
+        print(json.dumps(asdict(case), indent=1))
+        return
+    print(f"case {case.number}: {case.failure} (seen: {case.seen})")
+    for cell_id in case.cells:
+        print(f"  cell  {cell_id}")
+    for test in case.tests:
+        print(f"  test  tests/{test}")
+    if case.missing:
+        print(f"  MISSING: waits for {case.missing}")
 
 
 def _report_problems(problems: list[str], good: str) -> None:

@@ -91,6 +91,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "verify_too": (("verify", "--model", "MODEL", "--top-p", "0"), "top_p=0.0"),
     "verify_native": (("verify", "--mode", "native"), "verify proves equal bytes"),
     "unknown_cell": (("plan", "--cell", "cpu/integration/RR/tiny-ful/logprob"), "did you mean 'cpu/integration/RR/tiny-full/logprob'?"),
+    "unknown_case": (("plan", "--cells", "--case", "41"), "--case: case 41 is not registered: use 1 … 40"),
     "unknown_platform": (("plan", "--cells", "--platform", "mps"), "use cpu, cuda, rocm"),
     "validate_nothing": (("validate",), "RUN"),
     "validate_missing": (("validate", "gone"), "no run directory gone"),
@@ -180,6 +181,12 @@ def test_plan_prints_what_run_would_do(call: Call, model: Path, tmp_path: Path) 
     assert (code, err) == (0, "")
     assert "temperature 0.7, top-p 0.95" in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_shows_what_owns_a_public_failure() -> None:
+    code, out, _ = call("plan", "--cells", "--case", "3")
+    assert code == 0
+    assert "cell  cpu/chain/prefill_vs_decode/tiny/attention" in out
 
 
 def test_plan_lists_cells(call: Call) -> None:
