@@ -183,7 +183,7 @@ def test_plan_prints_what_run_would_do(call: Call, model: Path, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plan_shows_what_owns_a_public_failure() -> None:
+def test_plan_shows_what_owns_a_public_failure(call: Call) -> None:
     code, out, _ = call("plan", "--cells", "--case", "3")
     assert code == 0
     assert "cell  cpu/chain/prefill_vs_decode/tiny/attention" in out
