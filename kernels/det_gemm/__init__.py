@@ -71,6 +71,8 @@ def det_gemm(
     Differentiable in x only: dx = bf16(dy·w), contracted over N in ``grad_splits`` leaves, dy taken as bf16. The gradient of w is
     :func:`det_gemm_weight_grad`, in fp32, outside autograd (which would cast it).
     Raises ValueError on a wrong shape or dtype or a leaf count that does not divide, BackendUnavailable for a backend that cannot run here.
+    Backend "vendor" (cuBLASLt, CUDA only) wants K and N to be multiples of 8 and raises VendorNotCertified if the library's bytes are not
+    those of the canonical chain; the first product of its kind is probed for that, outside graph captures.
     """
     check_product("det_gemm", x, w, splits, grad_splits)
     if out_dtype not in (torch.bfloat16, torch.float32):

@@ -68,8 +68,8 @@ def refusals(report: Report) -> None:
     x, w = _random(16, 12288), _random(4096, 12288)
     faults = {
         "default cuBLAS at 16 rows of down_proj": lambda a, b, dtype: torch.mm(a, b),
-        "a group edge moved by one": lambda a, b, dtype: torch.mm(
-            torch.nn.functional.pad(a.contiguous(), (1, 15)), torch.nn.functional.pad(b.contiguous(), (0, 0, 1, 15))
+        "a group edge moved by one": lambda a, b, dtype: vendor.multiply(
+            torch.nn.functional.pad(a.contiguous(), (1, 15)), torch.nn.functional.pad(b.contiguous(), (0, 0, 1, 15)), dtype
         ),
         "NaN lost": lambda a, b, dtype: vendor.multiply(a, b, dtype).nan_to_num_(nan=0.0),
     }
