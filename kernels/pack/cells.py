@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlk.contract.operators import OperatorShape
-from rlk.kernels.case import Draw, Launch, OperatorCase, Tensors, differentiate, exact, leaf
+from rlk.kernels.case import Draw, Launch, OperatorCase, Tensors, differentiate, leaf
 from rlk.kernels.pack import pack, reference, unpack
 
 
@@ -39,12 +39,10 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
         return {"padded": dpadded.reshape(-1, width), "rows": aligned(launch, drows)}
 
     def specified(gradient: bool) -> Tensors:
+        """Packing is a copy, so that each of the two is the gradient of the other."""
         mask = torch.ones(1, draw.tokens, dtype=torch.bool)
-        padded, flat = exact(rows["padded"]), exact(rows["rows"])
-        packed, unpacked = reference.pack(padded[None], mask), reference.unpack(flat, mask, 0)[0]
-        if not gradient:
-            return {"packed": packed, "unpacked": unpacked}
-        (dpadded,) = differentiate(packed, rows["d_packed"].float(), padded)
-        return {"padded": dpadded, "rows": differentiate(unpacked, rows["d_unpacked"].float(), flat)[0]}
+        to_pack, to_unpack = (rows[name].float() for name in (("d_unpacked", "d_packed") if gradient else ("padded", "rows")))
+        packed, unpacked = reference.pack(to_pack[None], mask), reference.unpack(to_unpack, mask, 0)[0]
+        return {"padded": unpacked, "rows": packed} if gradient else {"packed": packed, "unpacked": unpacked}
 
     return OperatorCase(shape, rows, forward, gradients, specified)
