@@ -14,7 +14,7 @@ from acceptance.engines import Runs
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
 from rlk.acceptance.judge import Findings, judge_cell
-from rlk.acceptance.matrix import enumerate_cells
+from rlk.acceptance.matrix import WORKLOAD, enumerate_cells
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.workloads import SAMPLING_ROWS
 from rlk.evidence.bytes import compare
@@ -62,9 +62,9 @@ def _judged(cell: Cell, summary: RunSummary, plant: Callable[[torch.Tensor], Non
 
 
 def _plant(cell: Cell, evidence: Evidence, runs: Runs) -> None:
-    name = SAMPLING_ROWS[0].name
-    summary = runs.sampling(name)
-    judged = next(c for c in enumerate_cells(cell.platform) if c.scope == "integration" and c.judgment == "logprob" and name in c.workload)
+    row = f"{WORKLOAD[cell.platform]}-{SAMPLING_ROWS[0].name}"
+    judged = next(c for c in enumerate_cells(cell.platform) if (c.scope, c.workload, c.judgment) == ("integration", row, "logprob"))
+    summary = runs.integration(judged)
     status, why = _judged(judged, summary, None)
     evidence.control("the same evidence without the fault passes", status is Status.PASS, why)
     status, why = _judged(judged, summary, PLANTED[cell.subject])
