@@ -125,7 +125,8 @@ def test_every_shape_has_a_tile(platform: str) -> None:
                 assert tile.depth % 16 == 0
                 assert whole or leaves > 1
                 assert not whole or leaves <= MOST_LEAVES
-    assert token_tile(platform).depth % 16 == 0
+    for describable in (True, False):
+        assert token_tile(platform, describable).depth % 16 == 0
 
 
 def test_kernel_ids_cover_source_and_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

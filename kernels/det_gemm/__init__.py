@@ -66,7 +66,7 @@ def det_gemm(
     Reduction order (contract, contraction rules 1 and 2): ``splits`` contiguous leaves of K. In a leaf, one fp32 accumulator from +0 and
     groups of 16 products counted from the leaf's first k, the tail filled with +0. On the CPU a group is summed by a row tree,
     fma(a[i], b[i], a[i+8]·b[i+8]) for i < 8 and then upper half onto lower, and added to the accumulator once. Leaves are joined in fp32
-    by the tree of adjacent pairs.
+    by the tree of adjacent pairs. On a card one matrix instruction adds a group.
     No element depends on T, N, its position, or the number of threads. NaN and Inf propagate; a NaN result is the quiet NaN 0x7fc0(0000).
     Differentiable in x only: dx = bf16(dy·w), contracted over N in ``grad_splits`` leaves, dy taken as bf16. The gradient of w is
     :func:`det_gemm_weight_grad`, in fp32, outside autograd (which would cast it).

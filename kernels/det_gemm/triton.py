@@ -297,7 +297,7 @@ def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 def product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype) -> torch.Tensor:
     """x·wᵀ: [T, K] and [N, K] to [T, N], contracted over K in ``splits`` leaves."""
     out = x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
-    tile, whole = product_tile(platform(), *out.shape, x.shape[1] // splits, splits)
+    tile, whole = product_tile(platform(), out.shape[0], out.shape[1], x.shape[1] // splits, splits)
     contract(op, _contiguous_rows(x), _contiguous_rows(w), False, splits, out, tile, whole)
     return out
 
@@ -305,7 +305,7 @@ def product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: t
 def input_grad(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """dy·w: [T, N] and [N, K] to [T, K], contracted over N in ``splits`` leaves."""
     out = w.new_empty(dy.shape[0], w.shape[1], dtype=out_dtype)
-    tile, whole = product_tile(platform(), *out.shape, dy.shape[1] // splits, splits)
+    tile, whole = product_tile(platform(), out.shape[0], out.shape[1], dy.shape[1] // splits, splits)
     contract(op, _contiguous_rows(dy.to(w.dtype)), _contiguous_rows(w), True, splits, out, tile, whole)
     return out
 
@@ -314,20 +314,21 @@ def weight_grad(
     op: str, x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, tile: Tile | None = None
 ) -> torch.Tensor:
     """dyᵀ·x: [T, K] and [T, N] to [N, K] fp32, contracted over tokens in leaf order."""
-    x, dy, tile = _contiguous_rows(x), _contiguous_rows(dy), tile or token_tile(platform())
-    index, offsets = index.contiguous(), offsets.contiguous()
+    x, dy, index, offsets = _contiguous_rows(x), _contiguous_rows(dy), index.contiguous(), offsets.contiguous()
     rows, columns = dy.shape[1], x.shape[1]
+    describable = rows * dy.element_size() % 16 == 0 and columns * x.element_size() % 16 == 0
+    tile = tile or token_tile(platform(), describable)
     out = x.new_empty(rows, columns, dtype=torch.float32)
     programs, desks, shape = _going_on(out, tile, offsets.numel() - 1)
-    if tile.descriptors and rows * dy.element_size() % 16 == 0 and columns * x.element_size() % 16 == 0:
+    if tile.descriptors and describable:
         a, b = (_gathered(source, index, offsets, tile.depth) for source in (dy, x))
         operands = TensorDescriptor.from_tensor(a, [tile.depth, tile.rows]), TensorDescriptor.from_tensor(b, [tile.depth, tile.columns])
         SOURCE.launch(
             _described_product, programs, *operands, offsets, out, desks, rows, columns, 0, op=op, TRANSPOSED=True, TOKENS=True, **shape
         )  # fmt: skip
     else:
-        operands = dy, x, index, offsets, out, desks
-        SOURCE.launch(_token_product, programs, *operands, rows, columns, dy.stride(0), x.stride(0), op=op, **shape)
+        tensors = dy, x, index, offsets, out, desks
+        SOURCE.launch(_token_product, programs, *tensors, rows, columns, dy.stride(0), x.stride(0), op=op, **shape)
     return out
 
 

@@ -54,7 +54,8 @@ _HIP_SPLIT = (
     (None, None, Tile(64, 64, 64, 4, 2)),
 )
 _TABLES = {("cuda", False): _CUDA_PLAIN, ("cuda", True): _CUDA_SPLIT, ("hip", False): _HIP_PLAIN, ("hip", True): _HIP_SPLIT}
-_TOKENS = {"cuda": Tile(64, 128, 64, 4, 4, descriptors=True, park=4, resident=2), "hip": Tile(64, 64, 32, 4, 2)}
+_TOKENS = {"cuda": Tile(64, 64, 32, 4, 3), "hip": Tile(64, 64, 32, 4, 2)}
+_DESCRIBED_TOKENS = {"cuda": Tile(64, 128, 64, 4, 4, descriptors=True, park=4, resident=2)}
 
 MOST_LEAVES = 8
 """Leaves that one program joins in registers, at most."""
@@ -74,6 +75,6 @@ def product_tile(platform: str, rows: int, columns: int, depth: int, leaves: int
     return replace(tile, depth=fitting), leaves <= MOST_LEAVES and (leaves == 1 or rows > IN_REGISTERS)
 
 
-def token_tile(platform: str) -> Tile:
-    """Tile of a weight gradient; its depth counts tokens."""
-    return _TOKENS[platform]
+def token_tile(platform: str, describable: bool) -> Tile:
+    """Tile of a weight gradient whose rows the copy engine can read, or cannot; its depth counts tokens."""
+    return (_DESCRIBED_TOKENS if describable and platform in _DESCRIBED_TOKENS else _TOKENS)[platform]

@@ -19,7 +19,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_size: int, *, backe
     ids: [T] int64; weight: [V, H] bf16, V >= vocab_size (the rest is padding); returns [T, H] bf16.
     Autograd gives the weight no gradient: it is :func:`embedding_weight_grad`, in fp32.
     Raises IndexError naming the first id outside [0, vocab_size) before anything is launched, ValueError on a wrong shape or dtype,
-    BackendUnavailable for a backend that cannot run here.
+    BackendUnavailable for a backend that cannot run here. In a captured graph, which cannot raise, the row of such an id is NaN.
     """
     if ids.dtype != torch.int64 or ids.ndim != 1 or weight.dtype != torch.bfloat16 or weight.ndim != 2 or vocab_size > weight.shape[0]:
         raise ValueError(

@@ -44,7 +44,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, backe
     x: [T, heads, D] bf16; positions: [T] int64; table: [2, max_positions, D/2] fp32 from :func:`rope_table`; returns [T, heads, D] bf16.
     Differentiable in x: dx is dy rotated back by the same table entries, one rounding to bf16.
     Raises ValueError on a wrong shape or dtype, IndexError for a position outside the table, BackendUnavailable for a backend that
-    cannot run here.
+    cannot run here. In a captured graph, which cannot raise, the rows of a position outside the table are NaN.
     """
     if x.dtype != torch.bfloat16 or x.ndim != 3 or positions.dtype != torch.int64 or positions.shape != x.shape[:1]:
         raise ValueError(

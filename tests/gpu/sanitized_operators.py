@@ -4,10 +4,14 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitized_operators.py
     compute-sanitizer --tool racecheck python3 tests/gpu/sanitized_operators.py
 
-Shapes are odd on purpose: rows, columns and depths that end inside a tile, rows enough for leaves in registers and for parked ones.
+Arguments name parts. Shapes are odd on purpose: rows, columns and depths that end inside a tile, rows enough for leaves in registers and
+for parked ones.
 """
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
 
 import torch
 
@@ -30,36 +34,58 @@ def make(*size: int) -> torch.Tensor:
     return torch.randn(*size, device="cuda").bfloat16().requires_grad_()
 
 
-def main() -> None:
-    leaves = token_leaves(LENGTHS)
-    index, offsets = torch.tensor(leaves.index, device="cuda"), torch.tensor(leaves.offsets, device="cuda")
+def leaves() -> tuple[torch.Tensor, torch.Tensor]:
+    order = token_leaves(LENGTHS)
+    return torch.tensor(order.index, device="cuda"), torch.tensor(order.offsets, device="cuda")
+
+
+def products(splits: int) -> None:
     for rows in (1, 59, 300, 520):
         for depth, columns in ((512, 136), (72, 40)):
-            x, w = make(rows, depth), make(columns, depth).detach()
-            for splits in (1, 8):
-                det_gemm(x, w, splits=splits, grad_splits=8).sum().backward()
+            det_gemm(make(rows, depth), make(columns, depth).detach(), splits=splits, grad_splits=splits).sum().backward()
+
+
+def token_products() -> None:
     for columns in (136, 37):
-        x, dy = make(TOKENS, 264).detach(), make(TOKENS, columns).detach()
-        det_gemm_weight_grad(x, dy, index, offsets)
-    lm_head(make(TOKENS, 96), make(264, 96).detach()).sum().backward()
+        det_gemm_weight_grad(make(TOKENS, 264).detach(), make(TOKENS, columns).detach(), *leaves())
+
+
+def norms() -> None:
     for width in (4096, 96):
         x = make(TOKENS, width)
         rms_norm(x, x[0].detach(), 1e-6).sum().backward()
-        rms_norm_gamma_grad(x.detach(), x.detach(), 1e-6, index, offsets)
+        rms_norm_gamma_grad(x.detach(), x.detach(), 1e-6, *leaves())
     heads = make(TOKENS, 8, 128)
     qk_norm(heads, heads[0, 0].detach(), 1e-6).sum().backward()
-    qk_norm_gamma_grad(heads.detach(), heads.detach(), 1e-6, index, offsets, 8)
-    rope(heads, torch.arange(TOKENS, device="cuda"), torch.randn(2, 64, 64, device="cuda")).sum().backward()
+    qk_norm_gamma_grad(heads.detach(), heads.detach(), 1e-6, *leaves(), 8)
+
+
+def elementwise() -> None:
+    rope(make(TOKENS, 8, 128), torch.arange(TOKENS, device="cuda"), torch.randn(2, 64, 64, device="cuda")).sum().backward()
     silu(make(5, 300)).sum().backward()
     swiglu(make(TOKENS, 2 * 8 * 24), 8).sum().backward()
+
+
+def rows() -> None:
     ids, weight = torch.randint(50, (TOKENS,), device="cuda"), make(64, 300).detach()
     embedding(ids, weight, 50)
-    embedding_weight_grad(ids, make(TOKENS, 300).detach(), index, offsets, 64)
+    embedding_weight_grad(ids, make(TOKENS, 300).detach(), *leaves(), 64)
     mask = torch.arange(20, device="cuda")[None] < torch.tensor(LENGTHS, device="cuda")[:, None]
     pack(unpack(make(TOKENS, 33), mask), mask).sum().backward()
-    torch.cuda.synchronize()
-    print("every operator ran")
 
+
+PARTS: dict[str, Callable[[], None]] = {
+    "plain": lambda: products(1),
+    "split": lambda: products(8),
+    "tokens": token_products,
+    "lm_head": lambda: lm_head(make(TOKENS, 96), make(264, 96).detach()).sum().backward(),
+    "norms": norms,
+    "elementwise": elementwise,
+    "rows": rows,
+}
 
 if __name__ == "__main__":
-    main()
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name]()
+        torch.cuda.synchronize()
+        print(f"{name} ran", flush=True)
