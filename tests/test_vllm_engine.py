@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -362,9 +363,14 @@ def test_two_ranks_answer_as_one(setup: Setup) -> None:
     assert {row["op"] for rank in ranks for row in rank["traffic"]} == {"check", "all_gather", "all_to_all"}
     with pytest.raises(RuntimeError, match="EngineRefusal: intermediates are whole on one rank only"):
         setup.spare("trace", requests, Path("trace.safetensors"))
+    with pytest.raises(RuntimeError, match="announced was 00"):
+        setup.spare("load_weights", setup.second, 1, announced="00")
     assert setup.spare("load_weights", setup.second, 1) == setup.hashes[1]
     updated = setup.spare("generate", requests)
     assert [tokens_and_bytes(response)[1] for response in updated] == rescored(setup.second, requests, updated)
+    os.kill(ranks[1]["pid"], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"EngineRefusal: .*rollout rank 1 \(process \d+\) ended"):
+        setup.spare("generate", requests)
     with pytest.raises(RuntimeError, match="EngineRefusal: mode='native' with tensor_parallel_size=2"):
         setup.spare("start", checkpoint=setup.first, mode="native", tensor_parallel_size=2)
 

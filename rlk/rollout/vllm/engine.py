@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from rlk.contract.numerics import DEFAULT, Numerics
 from rlk.contract.records import Request, Response
 from rlk.model.config import Qwen3Config
@@ -86,6 +88,7 @@ class VllmEngine:
         self._stop = tuple(eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
         self._rpc_timeout = rpc_timeout
         self._broken: str | None = None
+        self._processes: tuple[int, ...] = ()
         arguments: dict[str, Any] = {
             "model": str(checkpoint),
             "skip_tokenizer_init": True,
@@ -137,7 +140,9 @@ class VllmEngine:
 
         self._llm = LLM(**arguments, **(engine_options or {}))
         self._rpc("rlk_start")
-        self._require_asked(self._ranks("rlk_readback"))
+        found = self._ranks("rlk_readback")
+        self._require_asked(found)
+        self._processes = tuple(each["pid"] for each in found)
         self._rpc("rlk_serve", weight_version)
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
@@ -229,7 +234,7 @@ class VllmEngine:
         try:
             return self._llm.generate(prompts, params, use_tqdm=False)
         except BaseException as error:
-            self._broken = repr(error)
+            self._broken = self._gone() or repr(error)
             raise
 
     def _counters(self) -> dict[str, int]:
@@ -245,13 +250,26 @@ class VllmEngine:
 
     def _ranks(self, method: str, *arguments: Any) -> list[Any]:
         # A worker that dies on the answer would leave the caller waiting for ever, hence always a timeout.
+        call = (method, arguments) if self.tensor_parallel_size == 1 else ("rlk_answer", (method, *arguments))
         try:
-            answers: list[Any] = self._llm.collective_rpc(method, timeout=self._rpc_timeout, args=arguments)
+            answers: list[Any] = self._llm.collective_rpc(call[0], timeout=self._rpc_timeout, args=call[1])
         except Exception as error:
+            if gone := self._gone():
+                raise EngineRefusal(gone) from error
             if type(error) is Exception:  # all that vLLM lets through of an error in another process
                 raise EngineRefusal(str(error)) from error
             raise
-        return answers
+        if self.tensor_parallel_size == 1:
+            return answers
+        for said, _ in answers:
+            if said:
+                raise EngineRefusal(said)
+        return [answer for _, answer in answers]
+
+    def _gone(self) -> str:
+        """One line that names the ranks whose processes have ended, "" if none has; vLLM ends all when one dies."""
+        gone = [f"rollout rank {rank} (process {pid})" for rank, pid in enumerate(self._processes) if not _lives(pid)]
+        return f"{' and '.join(gone)} ended: vLLM's log names the first, start another engine" if gone else ""
 
     def _require_asked(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         for found in ranks:
@@ -281,6 +299,13 @@ def _prepare_environment(separate_process: bool, ranks: int) -> None:
         os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="spawn", GLOO_SOCKET_IFNAME="lo")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_bytes, in whole GiB
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _cpu_shares(ranks: int) -> str:

@@ -40,6 +40,14 @@ class WorkerExtension:
         self._rlk_hash = self._rlk_confirm(path, load_checkpoint(Path(path)).model_hash)
         self._rlk_before = {(ran.op, ran.backend, ran.kernel_id): ran.calls for ran in dispatch.readback()}
 
+    def rlk_answer(self, method: str, *arguments: Any) -> tuple[str, Any]:
+        """("", what another method returns) or (its error, None): vLLM takes no more than one rank's error out of its queues, and would
+        give the others' to later calls."""
+        try:
+            return "", getattr(self, method)(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", None
+
     def rlk_load_weights(self, path: str, announced: str | None) -> str:
         """Replace the weights by those of a checkpoint directory and return the hash of what is live afterwards.
 
