@@ -39,7 +39,7 @@ TABLES = {
     "pack": ("_PACK", "_UNPACK"),
 }
 SHAPE_OF = {"rms_norm": "m59", "qk_norm": "m59", "attention": "b4_sq19"}
-SMALL_VOCABULARY = {"vocab": 3000, "padded": 3072, "weight_rows": 400}
+SMALL_VOCABULARY = {"vocab": 1500, "padded": 2048, "weight_rows": 64}
 LEAVES_AT = {"embedding": 2, "rms_norm": 3, "qk_norm": 3, "det_gemm": 2, "lm_head": 2, "batch_invariant_logp": 8}
 """Where leaf_index stands among the arguments of a weight gradient; leaf_offsets follow."""
 
