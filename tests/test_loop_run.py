@@ -380,11 +380,11 @@ def test_an_interrupt_that_a_callback_swallows_still_ends_the_run(plan: Callable
                 signal.raise_signal(signal.SIGINT)
             return super().update(*arguments)
 
-    resolved = plan()
+    resolved, before = plan(), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run_loop(resolved, FakeCluster(train=Swallowed))
     assert (resolved.directory / "FAILED").read_text() == "interrupted\n"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_refused_and_equal_samples_are_reported_not_fatal(plan: Callable[..., RunPlan]) -> None:
