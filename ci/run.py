@@ -28,11 +28,11 @@ PYTHON = VENV / "bin" / "python"
 
 
 def tests(extra: list[str]) -> int:
-    """Lint, types, tests."""
+    """Lint, types, tests; test files are dealt out whole, since the tests of one file share their engines."""
     code = 0
     for command in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
         code = run([str(VENV / "bin" / command[0]), *command[1:]]) or code
-    return run([str(PYTHON), "-m", "pytest", "tests", *extra]) or code
+    return run([str(PYTHON), "-m", "pytest", "tests", "-n", "2", "--dist", "loadfile", *extra]) or code
 
 
 def acceptance(extra: list[str]) -> int:
