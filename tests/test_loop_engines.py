@@ -32,7 +32,7 @@ from rlk.loop.validate import seal, validate_run
 
 pytestmark = pytest.mark.slow
 SMALL = {"prompts": 4, "group_size": 4, "max_response_len": 32}
-PATIENCE = 240
+PATIENCE = 600
 
 
 @pytest.fixture(scope="module")
