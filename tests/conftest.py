@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from rlk.contract.orders import fold_pairs
 from rlk.contract.topology import owned, token_leaves
 from rlk.contract.workloads import GEMM_ROWS, WS1
 from rlk.evidence.bytes import compare, describe
+from rlk.loop.prepare import tiny_config
+from rlk.loop.tokenizer import byte_tokenizer_files
+from rlk.model.layout import hf_shapes
+from rlk.model.weights import save_checkpoint
 
 RowFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 LeafFunction = Callable[..., torch.Tensor]
@@ -24,6 +29,16 @@ THREADS = (1, 2, 3, 5)
 # A busy machine must not turn a law red, and a law must try the same examples in every run.
 settings.register_profile("rlk", deadline=None, derandomize=True)
 settings.load_profile("rlk")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the tiny shape with random weights and a byte tokenizer; read it, never write it."""
+    path = tmp_path_factory.mktemp("model") / "random"
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in hf_shapes(tiny_config()).items()}
+    save_checkpoint(path, tiny_config(), tensors, files=byte_tokenizer_files(512))
+    return path
 
 
 def _assert_same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:

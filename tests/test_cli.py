@@ -14,26 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlk import cli
 from rlk.loop import controller, doctor, validate
-from rlk.loop.prepare import tiny_config
 from rlk.loop.profile import Profile
-from rlk.loop.tokenizer import byte_tokenizer_files
-from rlk.model.layout import hf_shapes
-from rlk.model.weights import save_checkpoint
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "random"
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in hf_shapes(tiny_config()).items()}
-    save_checkpoint(path, tiny_config(), tensors, files=byte_tokenizer_files(512))
-    return path
 
 
 @pytest.fixture

@@ -22,15 +22,6 @@ from rlk.model.layout import hf_shapes
 from rlk.model.weights import save_checkpoint
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "random"
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in hf_shapes(tiny_config()).items()}
-    save_checkpoint(path, tiny_config(), tensors, files=byte_tokenizer_files(512))
-    return path
-
-
 @pytest.fixture
 def plan(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunPlan]:
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlk.contract.records import Request, Response
 from rlk.evidence.rundir import RunDirectoryError
@@ -25,9 +24,7 @@ from rlk.loop.prepare import tiny_config
 from rlk.loop.profile import load_profile
 from rlk.loop.records import RunSummary
 from rlk.loop.show import outcome, run_directories, run_report, step_line, workspace_table
-from rlk.loop.tokenizer import byte_tokenizer_files
 from rlk.loop.validate import validate_run
-from rlk.model.layout import hf_shapes
 from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint
 
 KERNEL = {"op": "logp", "backend": "cpu", "kernel_id": "cpu:logp:0123456789ab", "calls": 3}
@@ -143,15 +140,6 @@ class FakeCluster:
 
     def train(self, mode: str) -> Any:
         return self._get("train", mode)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "random"
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in hf_shapes(tiny_config()).items()}
-    save_checkpoint(path, tiny_config(), tensors, files=byte_tokenizer_files(512))
-    return path
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class AdamStep:
 class AdamParams:
     """AdamW with decoupled decay (Loshchilov & Hutter 2019, algorithm 2). weight_decay applies to matrices, never to norm gains.
 
-    At lr 5e-7 few bf16 weights change in a step: runs that must see the model's hash change on a tiny model use lr 1e-3.
+    At lr 5e-7 few bf16 weights change in a step: runs of a tiny model, which must see its hash change, use a larger one.
     """
 
     lr: float = 5e-7

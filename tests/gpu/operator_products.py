@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 
 import torch
@@ -19,6 +18,7 @@ from rlk.kernels._triton import aot
 from rlk.kernels._triton.launch import Launch, recorded
 from rlk.kernels.det_gemm import triton as gemm
 from rlk.kernels.det_gemm.triton_tiles import Tile
+from rlk.kernels.det_gemm.vendor import split_k_off
 
 CHAIN = Tile(64, 64, 64, 4, 3)
 """The tile whose bytes are the measure of all others."""
@@ -181,20 +181,6 @@ def tokens(report: Report) -> None:
         for tile in TOKEN_TILES:
             found = gemm.weight_grad("det_gemm.weight_grad", x, dy, index, offsets, tile)
             report.same("det_gemm: weight gradient, every tile", f"{lengths} {tile}", found, fold_pairs(parts, torch.add))
-
-
-@contextmanager
-def split_k_off() -> Iterator[None]:
-    """cuBLASLt without split-K and without bf16 reductions; both settings are put back."""
-    matmul = torch.backends.cuda.matmul
-    library, reduction = torch.backends.cuda.preferred_blas_library(), matmul.allow_bf16_reduced_precision_reduction
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    try:
-        yield
-    finally:
-        matmul.allow_bf16_reduced_precision_reduction = reduction
-        torch.backends.cuda.preferred_blas_library(library)
 
 
 def vendor(report: Report) -> None:

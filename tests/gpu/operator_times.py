@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from operator_products import PLAIN_CANDIDATES, SPLIT_CANDIDATES, TOKEN_TILES, random, run, split_k_off
+from operator_products import PLAIN_CANDIDATES, SPLIT_CANDIDATES, TOKEN_TILES, random, run
 from report import Report
 
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.topology import token_leaves
 from rlk.kernels.det_gemm import triton as gemm
 from rlk.kernels.det_gemm.triton_tiles import Tile
+from rlk.kernels.det_gemm.vendor import split_k_off
 from rlk.kernels.embedding.triton import copy
 from rlk.kernels.rms_norm import triton as norm
 from rlk.kernels.rms_norm.triton import gamma_grad, gradient, normalise
