@@ -99,7 +99,7 @@ def test_every_gradient_is_accurate(checkpoint: Path, mode: str) -> None:
     weights = [torch.randn(len(s.response.token_ids), generator=generator).tolist() for s in samples]
     expected = fp32_gradients(checkpoint, samples, weights)
     trainer = MegatronTrainer(checkpoint, mode=mode)
-    trainer.model.accumulate(micro_batch(samples, DEFAULT), lambda scores: list(chain.from_iterable(weights)))
+    trainer.model.accumulate(micro_batch(samples, DEFAULT), lambda scores: torch.tensor(list(chain.from_iterable(weights))))
     packed = trainer.model.to_packed(trainer.optimizer.gradients)
     found = unpack_weights(packed, CONFIG, DEFAULT)
     assert found.keys() == expected.keys()
@@ -117,13 +117,13 @@ def test_weight_gradients_are_summed_in_token_order(checkpoint: Path) -> None:
     batch = micro_batch(samples, DEFAULT)
     trace = Trace()
     trainer.model.score(batch, trace)
-    weights = torch.linspace(-1, 1, len(batch.rows)).tolist()
+    weights = torch.linspace(-1, 1, len(batch.rows))
     trainer.model.accumulate(batch, lambda scores: weights)
     logits = torch.nn.functional.pad(trace.tensor("logits"), (0, 1024 - 260)).requires_grad_()
     targets, temperature, seed = torch.zeros(batch.tokens, dtype=torch.int64), torch.ones(batch.tokens), torch.zeros(batch.tokens)
     active = torch.zeros(batch.tokens, dtype=torch.bool)
     targets[batch.rows], temperature[batch.rows], active[batch.rows] = batch.targets, batch.temperature, True
-    seed[batch.rows] = torch.tensor(weights)
+    seed[batch.rows] = weights
     logp(logits, targets, temperature, vocab_size=260, padded_vocab=1024, active=active).backward(seed)
     leaves = token_leaves([len(sample.ids) for sample in samples])
     index, offsets = torch.tensor(leaves.index), torch.tensor(leaves.offsets)
@@ -238,7 +238,7 @@ def test_padded_rows_stay_zero_and_a_touched_one_raises(checkpoint: Path) -> Non
     for name in ("embedding", "lm_head"):
         assert not trainer.model.parameters[name][260:].detach().contiguous().view(torch.uint8).any()
         assert not trainer.optimizer.gradients[name][260:].contiguous().view(torch.uint8).any()
-    trainer.optimizer.m["lm_head"][700, 3] = -0.0
+    trainer.optimizer.state()["m.lm_head"][700, 3] = -0.0
     with pytest.raises(OptimizerError, match="m of lm_head has a padded row"):
         one_step(trainer)
 

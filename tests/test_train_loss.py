@@ -5,16 +5,24 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from rlk.contract.numerics import DEFAULT, round_fp32
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.update import GrpoParams
 from rlk.train.batch import Sample, micro_batch, micro_batches
-from rlk.train.loss import LossError, advantages, token_term
+from rlk.train.loss import LossError, TokenTerms, advantages, token_sum, token_terms
 from rlk.train.objective import BatchLoss
 
 PARAMS = GrpoParams(clip_low=0.2, clip_high=0.2, kl_coef=0.1)
+
+
+def term_of(logp: float, old: float, reference: float | None, advantage: float) -> TokenTerms:
+    """One token among others, whose values do not matter to it."""
+    row = lambda value: torch.tensor([-0.5, value, -0.7], dtype=torch.float64)
+    made = token_terms(row(logp), row(old), None if reference is None else row(reference), row(advantage), PARAMS)
+    return TokenTerms(*(values[1] for values in vars(made).values()))
 
 
 def sample(sample_id: int, answer: int, logprob: float = 0.0) -> Sample:
@@ -55,32 +63,52 @@ def test_advantages_are_refused_without_alignment() -> None:
     ],
 )
 def test_clip(ratio: float, advantage: float, loss: float, slope: float, clipped: bool) -> None:
-    term = token_term(math.log(ratio) - 1.0, -1.0, None, advantage, PARAMS)
-    assert (term.loss, term.slope) == (pytest.approx(loss, abs=1e-12), pytest.approx(slope, abs=1e-12))
-    assert (term.clipped, term.kl) == (clipped, 0.0)
+    term = term_of(math.log(ratio) - 1.0, -1.0, None, advantage)
+    assert (float(term.loss), float(term.slope)) == (pytest.approx(loss, abs=1e-12), pytest.approx(slope, abs=1e-12))
+    assert (bool(term.clipped), float(term.kl)) == (clipped, 0.0)
 
 
 def test_kl_estimate_and_its_derivative() -> None:
-    term = token_term(-1.0, -1.0, -1.5, 0.0, PARAMS)
+    term = term_of(-1.0, -1.0, -1.5, 0.0)
     kl = math.exp(-0.5) + 0.5 - 1
-    assert term.kl == pytest.approx(kl, rel=1e-12)
-    assert term.loss == pytest.approx(0.1 * kl, rel=1e-12)
-    assert term.slope == pytest.approx(0.1 * (1 - math.exp(-0.5)), rel=1e-12)
-    assert token_term(-1.0, -1.0, -1.0, 0.0, PARAMS).kl == 0.0
+    assert float(term.kl) == pytest.approx(kl, rel=1e-12)
+    assert float(term.loss) == pytest.approx(0.1 * kl, rel=1e-12)
+    assert float(term.slope) == pytest.approx(0.1 * (1 - math.exp(-0.5)), rel=1e-12)
+    assert float(term_of(-1.0, -1.0, -1.0, 0.0).kl) == 0.0
 
 
 @pytest.mark.parametrize("logp", [-3.0, -1.2, -1.0, -0.9, -0.1])
 @pytest.mark.parametrize("advantage", [-1.5, 0.0, 0.5])
 def test_slope_is_the_derivative(logp: float, advantage: float) -> None:
-    at = lambda value: token_term(value, -1.0, -0.7, advantage, PARAMS).loss
-    assert token_term(logp, -1.0, -0.7, advantage, PARAMS).slope == pytest.approx((at(logp + 1e-6) - at(logp - 1e-6)) / 2e-6, abs=1e-6)
+    at = lambda value: float(term_of(value, -1.0, -0.7, advantage).loss)
+    slope = float(term_of(logp, -1.0, -0.7, advantage).slope)
+    assert slope == pytest.approx((at(logp + 1e-6) - at(logp - 1e-6)) / 2e-6, abs=1e-6)
 
 
 def test_far_scores_are_refused() -> None:
     with pytest.raises(LossError, match="too far"):
-        token_term(0.0, -1e4, None, 1.0, PARAMS)
+        term_of(0.0, -1e4, None, 1.0)
     with pytest.raises(LossError, match="loss nan"):
-        token_term(float("nan"), -1.0, None, 1.0, PARAMS)
+        term_of(float("nan"), -1.0, None, 1.0)
+
+
+def test_terms_are_the_formula_on_python_numbers() -> None:
+    """Bit for bit, however many tokens stand side by side."""
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda: (torch.randn(1001, generator=generator) - 2).double()
+    logp, old, reference, advantage = draw(), draw(), draw(), draw()
+    made = token_terms(logp, old, reference, advantage, PARAMS)
+    for at, (x, o, r, a) in enumerate(zip(logp.tolist(), old.tolist(), reference.tolist(), advantage.tolist())):
+        ratio, growth = math.exp(x - o), math.expm1(r - x)
+        held, free = min(max(ratio, 1 - 0.2), 1 + 0.2) * a, ratio * a
+        kl = growth - (r - x)
+        slope = -(0.0 if held < free else free) - 0.1 * growth
+        expected = (-(held if held < free else free) + 0.1 * kl, slope, kl, held < free)
+        assert expected == (float(made.loss[at]), float(made.slope[at]), float(made.kl[at]), bool(made.clipped[at]))
+    total = 0.0
+    for value in made.loss.tolist():
+        total += value
+    assert token_sum(made.loss) == total
 
 
 def test_batch_by_hand() -> None:
@@ -88,7 +116,8 @@ def test_batch_by_hand() -> None:
     old = [[-1.0, -2.0, -3.0], [-0.5], []]
     loss = BatchLoss(samples, [0.0, 1.0, 0.5], [0, 0, 0], old, old, PARAMS)
     fresh = {1: old[0], 0: old[1]}
-    seeds = [value for batch in micro_batches(samples, 1, DEFAULT) for value in loss.seeds(batch, fresh[batch.samples[0].sample_id])]
+    batches = micro_batches(samples, 1, DEFAULT)
+    seeds = [value for batch in batches for value in loss.seeds(batch, torch.tensor(fresh[batch.samples[0].sample_id])).tolist()]
     std = math.sqrt((0.25 + 0.25) / 3)
     good, bad = 0.5 / (std + 1e-6), -0.5 / (std + 1e-6)
     assert seeds == pytest.approx([-good / 4] + [-bad / 4] * 3, rel=1e-12)
@@ -105,9 +134,9 @@ def test_normalisation_counts_the_whole_batch_not_the_micro_batch() -> None:
     old = [[-1.0], [-1.0] * 3]
     one = BatchLoss(samples, [1.0, 0.0], [0, 0], old, None, GrpoParams())
     two = BatchLoss(samples, [1.0, 0.0], [0, 0], old, None, GrpoParams())
-    together = one.seeds(micro_batch(samples, DEFAULT), old[0] + old[1])
-    apart = two.seeds(micro_batch(samples[:1], DEFAULT), old[0]) + two.seeds(micro_batch(samples[1:], DEFAULT), old[1])
-    assert together == apart
+    together = one.seeds(micro_batch(samples, DEFAULT), torch.tensor(old[0] + old[1])).tolist()
+    apart = [two.seeds(micro_batch([s], DEFAULT), torch.tensor(scores)).tolist() for s, scores in zip(samples, old)]
+    assert together == apart[0] + apart[1]
 
 
 def test_rollout_logprobs_are_not_read() -> None:
@@ -115,7 +144,7 @@ def test_rollout_logprobs_are_not_read() -> None:
     seeds = []
     for logprob in (0.0, round_fp32(-7.7)):
         loss = BatchLoss([sample(0, 2, logprob)], [1.0], [0], old, [[-1.5, -1.5]], PARAMS)
-        seeds.append(loss.seeds(micro_batch([sample(0, 2, logprob)], DEFAULT), [-1.1, -2.2]))
+        seeds.append(loss.seeds(micro_batch([sample(0, 2, logprob)], DEFAULT), torch.tensor([-1.1, -2.2])).tolist())
     assert seeds[0] == seeds[1]
 
 
@@ -143,6 +172,6 @@ def test_batch_without_a_token_is_refused() -> None:
 
 def test_summary_before_every_micro_batch_is_refused() -> None:
     loss = BatchLoss([sample(0, 1), sample(1, 1)], [1.0, 0.0], [0, 0], [[-1.0], [-1.0]], None, GrpoParams())
-    loss.seeds(micro_batch([sample(0, 1)], DEFAULT), [-1.0])
+    loss.seeds(micro_batch([sample(0, 1)], DEFAULT), torch.tensor([-1.0]))
     with pytest.raises(LossError, match="1 of 2 tokens"):
         loss.summary()

@@ -11,11 +11,17 @@ import torch
 from rlk.contract.numerics import ContractError, round_fp32
 from rlk.contract.orders import fold_halves, fold_pairs
 from rlk.contract.update import AdamParams, AdamStep
-from rlk.train.norm import GradientNormError, gradient_norm, square_sum
-from rlk.train.optimizer import Adam, OptimizerError, adam
+from rlk.train import norm as norms
+from rlk.train.norm import GradientNormError, gradient_norm, square_sums
+from rlk.train.optimizer import Adam, OptimizerError, adam, scalars
 from rlk.train.parameters import prepare_gradients
 
 F = round_fp32
+CPU = torch.device("cpu")
+
+
+def square_sum(x: torch.Tensor) -> float:
+    return float(square_sums(x[None]))
 
 
 def random(*shape: int, seed: int = 3) -> torch.Tensor:
@@ -40,7 +46,7 @@ def test_update_is_the_scalar_formula(decays: bool) -> None:
     w, m, v = torch.tensor([s[0] for s in state]), torch.zeros(37), torch.zeros(37)
     for number in range(1, 5):
         gradient = random(37, seed=10 + number) * 10.0 ** (number - 4)
-        w, m, v = adam(w, m, v, gradient, params.step(number), decays)
+        w, m, v = adam(w, m, v, gradient, scalars(params.step(number), CPU), decays)
         state = [scalar_adam(*s, g, params.step(number), decays) for s, g in zip(state, gradient.tolist())]
     expected = torch.tensor(state, dtype=torch.float32)
     for at, tensor in enumerate((w, m, v)):
@@ -71,7 +77,7 @@ def give_gradients(made: Adam) -> None:
 
 def test_parameters_become_rounded_masters_and_norms_do_not_decay() -> None:
     made = optimizer()
-    before = {name: master.clone() for name, master in made.master.items()}
+    before = {name: parameter.detach().float() for name, parameter in made.parameters.items()}
     give_gradients(made)
     norm, scale = made.update(1e-2)
     step = AdamParams(lr=1e-2, weight_decay=0.1).step(1)
@@ -79,7 +85,7 @@ def test_parameters_become_rounded_masters_and_norms_do_not_decay() -> None:
     assert norm > 0
     for name, parameter in made.parameters.items():
         zero, decays = torch.zeros_like(before[name]), name != "layers.0.input_norm"
-        expected, _, _ = adam(before[name], zero, zero, made.gradients[name], step, decays)
+        expected, _, _ = adam(before[name], zero, zero, made.gradients[name], scalars(step, CPU), decays)
         assert torch.equal(made.master[name], expected)
         assert torch.equal(parameter.data, expected.bfloat16())
         assert not torch.equal(expected, before[name])
@@ -139,12 +145,20 @@ def test_norm_joins_shards_by_the_tree_then_tensors_in_order() -> None:
     assert gradient_norm(gradients, 4) == math.sqrt(by_rows + by_columns + square_sum(norm))
 
 
+def test_how_many_shards_are_added_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = random(8, 3, 700)
+    found = square_sums(shards)
+    assert found.tolist() == [square_sum(shard) for shard in shards]
+    monkeypatch.setattr(norms, "_AT_ONCE", 5000)
+    assert torch.equal(square_sums(shards), found)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_gradient_is_named_and_changes_nothing(value: float) -> None:
     made = optimizer()
     give_gradients(made)
     made.gradients["layers.0.o_proj"][2, 3] = value
-    before = made.master["embedding"].clone()
+    before = made.state()["master.embedding"].clone()
     with pytest.raises(GradientNormError, match=r"layers\.0\.o_proj is not finite"):
         made.update(1e-2)
     assert torch.equal(made.master["embedding"], before)

@@ -66,10 +66,10 @@ def refuse(rank: int, job: dict[str, Any]) -> dict[str, str]:
         said["another lr"] = _error(lambda: _step(trainer, lr=LR * (1 + odd)))
         said["trace"] = _error(lambda: trainer.trace(held))
         if odd:
-            trainer.optimizer.m["lm_head"][-1, 0] = -0.0
+            trainer.optimizer.state()["m.lm_head"][-1, 0] = -0.0
         said["padded row"] = _error(lambda: _step(trainer))
         if odd:
-            trainer.optimizer.m["lm_head"][-1, 0] = 0.0
+            trainer.optimizer.state()["m.lm_head"][-1, 0] = 0.0
             trainer.model.parameters["layers.1.down_proj"].data[0, 0] = torch.inf
         said["infinity"] = _error(lambda: trainer.score(held))
         said["state"] = _error(lambda: (trainer.save_state(Path(job["out"]) / "twice"), trainer.save_state(Path(job["out"]) / "twice")))

@@ -7,13 +7,14 @@ change a byte, because neither adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from rlk.contract.orders import fold_pairs
 from rlk.parallel.link import Link
+from rlk.parallel.transport import MOVERS
 
 _ALIGN = 16
 BUCKET_ELEMENTS = 1 << 26
@@ -32,20 +33,14 @@ class Group:
         self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
         self.members = tuple(dist.get_process_group_ranks(handle))
         self._handle = handle
+        self._mover = MOVERS[link.transport](link, handle) if self.size > 1 else None
 
     def all_gather_many(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Every rank's tensors, [ranks, *shape] each, in one call. Shapes and dtypes are those of all ranks."""
+        """Every rank's tensors, [ranks, *shape] each, in one call. Shapes, dtypes and the one device are those of all ranks."""
         if self.size == 1:
             return [tensor.unsqueeze(0) for tensor in tensors]
         self._check("all_gather_many", tensors)
-        packed = _pack(tensors)
-        joined = packed.new_empty(self.size, packed.numel())
-        for columns in self._messages(packed.numel()):
-            piece = packed[columns]
-            part = piece.new_empty(self.size, piece.numel())
-            self._send(dist.all_gather, "all_gather", list(part), piece, (self.size - 1) * piece.numel())
-            joined[:, columns] = part
-        return _unpack(joined, tensors)
+        return _unpack(self._gather(_pack(tensors)), tensors)
 
     def tree_reduce_scatter(self, part: torch.Tensor) -> torch.Tensor:
         """This rank's piece of the sum over ranks, fp32: piece r of the flattened sum, filled with +0 to a multiple of the group's size.
@@ -58,25 +53,23 @@ class Group:
             return part.reshape(-1)
         self._check("tree_reduce_scatter", [part])
         width = -(-part.numel() // self.size)
-        filled = part.new_zeros(self.size, width)
-        filled.view(-1)[: part.numel()] = part.reshape(-1)
-        total = part.new_empty(width)
-        for columns in self._messages(width, part.element_size()):
-            sent = filled[:, columns].contiguous()
-            received = torch.empty_like(sent)
-            self._send(dist.all_to_all_single, "all_to_all", received, sent, (self.size - 1) * sent[0].nbytes)
-            total[columns] = fold_pairs(list(received), torch.add)
-        return total
+        flat, missing = part.reshape(-1), width * self.size - part.numel()
+        rows = (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(self.size, width)
+        sums = [fold_pairs(list(self._exchange(rows[:, columns])), torch.add) for columns in self._messages(width, part.element_size())]
+        return sums[0] if len(sums) == 1 else torch.cat([rows.new_empty(0), *sums])
 
     def tree_all_reduce(self, part: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The sum over ranks on every rank, in the shape of ``part`` (fp32), rounded once to ``dtype`` at the root of the tree.
 
-        Each piece is added and rounded by one rank (:meth:`tree_reduce_scatter`), then gathered as it is.
+        Each piece is added and rounded by one rank (:meth:`tree_reduce_scatter`), then gathered as it is; where few bytes make calls dearer
+        than bytes, every rank gathers all parts and adds them itself, which is the same arithmetic.
         """
-        root = self.tree_reduce_scatter(part).to(dtype)
-        if self.size == 1:
-            return root.reshape(part.shape)
-        (pieces,) = self.all_gather_many([root])
+        if self._mover is None:
+            return self.tree_reduce_scatter(part).to(dtype).reshape(part.shape)
+        if part.dtype == torch.float32 and 0 < part.nbytes <= self._mover.whole_below:
+            (parts,) = self.all_gather_many([part])
+            return fold_pairs(list(parts), torch.add).to(dtype)
+        (pieces,) = self.all_gather_many([self.tree_reduce_scatter(part).to(dtype)])
         return pieces.view(-1)[: part.numel()].reshape(part.shape)
 
     def tree_all_reduce_many(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -99,13 +92,27 @@ class Group:
         each = max(1, self.link.message_bytes // (item * self.size))
         return (slice(at, min(at + each, count)) for at in range(0, count, each))
 
-    def _send(self, call: Callable[..., object], op: str, received: object, sent: torch.Tensor, others: int) -> None:
-        self.link.run(lambda: call(received, sent, group=self._handle), self.name, op, others)
+    def _gather(self, packed: torch.Tensor) -> torch.Tensor:
+        """[ranks, bytes] of all ranks' [bytes]."""
+        rows = [self._gathered(packed[columns]) for columns in self._messages(packed.numel())]
+        return rows[0] if len(rows) == 1 else torch.cat([packed.new_empty(self.size, 0), *rows], dim=1)
+
+    def _gathered(self, piece: torch.Tensor) -> torch.Tensor:
+        assert self._mover is not None
+        mover = self._mover
+        return self.link.run(lambda: mover.gather(piece), self.name, "all_gather", (self.size - 1) * piece.nbytes)
+
+    def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        """Row r of [ranks, n] goes to rank r."""
+        assert self._mover is not None
+        mover, sent = self._mover, rows.contiguous()
+        return self.link.run(lambda: mover.exchange(sent), self.name, "all_to_all", (self.size - 1) * sent[0].nbytes)
 
 
 class _Alone(Group):
     def __init__(self) -> None:
         self.name, self.rank, self.size, self.members = "alone", 0, 1, (0,)
+        self._mover = None
 
 
 ALONE: Group = _Alone()
@@ -117,8 +124,8 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     pieces = []
     for tensor in tensors:
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        pieces += [raw, raw.new_zeros(-raw.numel() % _ALIGN)]
-    return torch.cat(pieces)
+        pieces += [raw, raw.new_zeros(-raw.numel() % _ALIGN)] if raw.numel() % _ALIGN else [raw]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _unpack(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from rlk.parallel.errors import MismatchError, PeerFailedError, PeerLostError
 from rlk.parallel.presence import Presence
 from rlk.parallel.traffic import Traffic
+from rlk.parallel.transport import Transport
+
+T = TypeVar("T")
 
 _NOTE = 256
 _DIGEST = 32
@@ -20,25 +24,26 @@ _DIGEST = 32
 class Link:
     """One rank's side of the job. Create it on every rank at the same point.
 
-    presence: finds lost ranks. device: where messages live (the CPU for gloo, the card for NCCL and RCCL). message_bytes: the largest
-    message handed to the transport; any size gives the same bytes.
+    presence: finds lost ranks. transport: what carries the data of this link's groups. message_bytes: the largest message handed to it;
+    any size gives the same bytes.
     """
 
-    def __init__(self, presence: Presence, *, device: torch.device, message_bytes: int = 1 << 28) -> None:
-        self.presence, self.device, self.message_bytes = presence, device, message_bytes
+    def __init__(self, presence: Presence, *, transport: Transport = "gloo", message_bytes: int = 1 << 28) -> None:
+        self.presence, self.transport, self.message_bytes = presence, transport, message_bytes
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
         self.checking = True
         self._seen: set[str] = set()
 
-    def run(self, call: Callable[[], object], group: str, op: str, bytes_sent: int) -> None:
+    def run(self, call: Callable[[], T], group: str, op: str, bytes_sent: int) -> T:
         """Run one transport call and count it; a failure becomes PeerLostError with the name of the rank that is missing."""
         try:
-            call()
+            result = call()
         except RuntimeError as error:
             symptom = str(error).splitlines()[0]
             raise PeerLostError(f"{op} on {group}: {self.presence.verdict(symptom)}") from error
         self.traffic.add(group, op, bytes_sent)
+        return result
 
     def agree(self, what: str, value: str, handle: dist.ProcessGroup | None = None) -> None:
         """Raise MismatchError on every rank of a group (default: all) unless they hold one ``value``; ``what`` names it."""
@@ -115,9 +120,8 @@ class Link:
         return texts
 
     def _gather(self, row: torch.Tensor, handle: dist.ProcessGroup | None, op: str) -> torch.Tensor:
-        row = row.to(self.device)
         size = dist.get_world_size(handle)
         rows = row.new_empty(size, row.numel())
         name = "world" if handle is None else f"{size} ranks"
         self.run(lambda: dist.all_gather(list(rows), row, group=handle), name, op, (size - 1) * row.nbytes)
-        return rows.cpu()
+        return rows

@@ -25,7 +25,7 @@ class Presence:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, label: str, *, host: str, grace: float) -> None:
-        self._rank, self._grace, self._host = rank, grace, host
+        self._rank, self.grace, self._host = rank, grace, host
         self._socket = socket.create_server((host, 0), backlog=_BACKLOG)
         self._socket.setblocking(False)
         store.set(f"rlk/presence/{rank}", f"{self._socket.getsockname()[1]} {label}")
@@ -35,7 +35,7 @@ class Presence:
 
     def verdict(self, symptom: str) -> str:
         """One line that names what broke the collective; the same on every surviving rank. symptom: the transport's own message."""
-        deadline = time.monotonic() + self._grace
+        deadline = time.monotonic() + self.grace
         heard: set[int] = set()
         pause = 0.02
         gone = self._tell(f"{_HERE}{self._rank}")
@@ -61,6 +61,10 @@ class Presence:
                 continue
             self._tell(found)
             return found
+
+    def gone(self) -> bool:
+        """Whether the process of another rank has ended."""
+        return bool(self._tell(""))
 
     def close(self) -> None:
         """Stop being present."""

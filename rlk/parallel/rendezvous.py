@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,10 @@ import torch.distributed as dist
 from rlk.parallel.errors import ParallelError
 from rlk.parallel.link import Link
 from rlk.parallel.presence import Presence
+from rlk.parallel.transport import BACKEND, Transport
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = 300.0
-
-Transport = Literal["gloo", "nccl"]
-"""gloo on the CPU; nccl on cards, also under ROCm, whose RCCL torch calls by the same name."""
 
 
 class ProcessGroupError(RuntimeError):
@@ -43,9 +40,10 @@ def listen(port: int) -> socket.socket:
 def join(rank: int, labels: Sequence[str], port: int, agreement: str, *, transport: Transport = "gloo", timeout: float = TIMEOUT) -> Link:
     """Join a job of len(labels) ranks; rank 0 serves the store on loopback.
 
-    labels: names of all ranks. port: known to every rank; 0, a free one, is possible only in a job of one. agreement: what all ranks must
-    hold equally before anything runs. timeout: seconds after which a collective without an answer fails, and which survivors then
-    give each other to answer. Raises ProcessGroupError, or MismatchError on every rank if the agreements differ.
+    labels: names of all ranks. transport: nccl and ipc carry tensors of each process's current card. port: known to every rank; 0, a free
+    one, is possible only in a job of one. agreement: what all ranks must hold equally before anything runs. timeout: seconds after which a
+    collective without an answer fails, and which survivors then give each other to answer. Raises ProcessGroupError, or MismatchError on
+    every rank if the agreements differ.
     """
     size = len(labels)
     if not 0 <= rank < size:
@@ -63,15 +61,29 @@ def join(rank: int, labels: Sequence[str], port: int, agreement: str, *, transpo
     else:
         store = dist.TCPStore(LOOPBACK, port, size, False, timeout=wait)
     presence = Presence(store, rank, size, labels[rank], host=LOOPBACK, grace=timeout)
-    device = torch.device("cpu") if transport == "gloo" else torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group(transport, store=store, rank=rank, world_size=size, timeout=wait)
-    link = Link(presence, device=device)
+    if transport == "nccl":
+        _require_own_card(store, rank, labels)
+        # A call that nobody answers is found and named by the transport; torch's watchdog would end the process without a word.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    dist.init_process_group(BACKEND[transport], store=store, rank=rank, world_size=size, timeout=wait)
+    link = Link(presence, transport=transport)
     try:
         link.agree("agreement", agreement)
     except ParallelError:
         leave(link)
         raise
     return link
+
+
+def _require_own_card(store: dist.Store, rank: int, labels: Sequence[str]) -> None:
+    """Raise ProcessGroupError on every rank unless each has a card of its own."""
+    store.set(f"rlk/card/{rank}", str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+    held: dict[str, str] = {}
+    for number, label in enumerate(labels):
+        card = store.get(f"rlk/card/{number}").decode()
+        if card in held:
+            raise ProcessGroupError(f"{held[card]} and {label} share card {card}: use transport ipc, or one card per rank for nccl")
+        held[card] = label
 
 
 def leave(link: Link) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rlk.contract.topology import Topology
 from rlk.parallel.collectives import Group
 from rlk.parallel.link import Link
-from rlk.parallel.rendezvous import TIMEOUT, join
+from rlk.parallel.rendezvous import TIMEOUT, Transport, join
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ def rank_label(rank: int, topology: Topology) -> str:
     return f"rank {rank} (tp {rank % topology.tp}, cp {rank // topology.tp})"
 
 
-def join_topology(rank: int, topology: Topology, port: int = 0, timeout: float = TIMEOUT) -> Link:
-    """Join the job of a topology's tp·cp ranks over gloo; they must agree in topology, contract version and numerics.
+def join_topology(rank: int, topology: Topology, port: int = 0, timeout: float = TIMEOUT, transport: Transport = "gloo") -> Link:
+    """Join the job of a topology's tp·cp ranks; they must agree in topology, contract version and numerics.
 
     Other arguments and errors: :func:`rlk.parallel.rendezvous.join`.
     """
     labels = [rank_label(r, topology) for r in range(topology.train_ranks)]
     agreement = json.dumps({"tp": topology.tp, "cp": topology.cp, **topology.numerics.as_dict()})
-    return join(rank, labels, port, agreement, timeout=timeout)
+    return join(rank, labels, port, agreement, transport=transport, timeout=timeout)
 
 
-def enter(rank: int, topology: Topology, port: int = 0, timeout: float = TIMEOUT) -> Parallel:
+def enter(rank: int, topology: Topology, port: int = 0, timeout: float = TIMEOUT, transport: Transport = "gloo") -> Parallel:
     """:func:`join_topology`, and the groups along both axes. An engine that builds groups of its own joins without them."""
-    link = join_topology(rank, topology, port, timeout)
+    link = join_topology(rank, topology, port, timeout, transport)
     tp, cp = topology.tp, topology.cp
     rows = _group("tp", link, [range(first, first + tp) for first in range(0, tp * cp, tp)], timeout)
     columns = _group("cp", link, [range(first, tp * cp, tp) for first in range(tp)], timeout)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -93,6 +94,18 @@ class MicroBatch:
         """Rows T of this rank, padding included."""
         return self.ids.numel()
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(len(sample.ids) for sample in self.samples)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with its tensors on ``device``."""
+        if device == self.ids.device:
+            return self
+        moved = replace(self, **_moved(self, device))
+        return moved if self.context is None else replace(moved, context=replace(self.context, **_moved(self.context, device)))
+
     def per_sample(self, values: Sequence[float]) -> list[list[float]]:
         """Cut one value per response token (A of them) into one list per sample."""
         result, at = [], 0
@@ -101,6 +114,10 @@ class MicroBatch:
             result.append(list(values[at : at + count]))
             at += count
         return result
+
+
+def _moved(held: MicroBatch | Context, device: torch.device) -> dict[str, Any]:
+    return {f.name: value.to(device) for f in fields(held) if isinstance(value := getattr(held, f.name), torch.Tensor)}
 
 
 def micro_batch(samples: Sequence[Sample], numerics: Numerics, cp: int = 1, rank: int = 0) -> MicroBatch:

@@ -1,14 +1,18 @@
-"""GRPO loss per token together with its derivative; every scalar in fp64, in token order.
+"""GRPO loss per token together with its derivative, in fp64, for all tokens of a micro-batch at once.
 
 Loss and slope are written side by side so that the normalisation by active tokens happens once, in fp64, before the first rounding.
+Every line is an elementwise operation that rounds once, so that no value depends on its neighbours or on how many there are.
 Sources: Shao et al. 2024 (GRPO, eq. 3 and 4); Schulman et al. 2017 (clip, eq. 7); Schulman 2020 (k3 estimator of the KL divergence).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import torch
 
 from rlk.contract.update import GrpoParams, group_advantages
 
@@ -18,13 +22,14 @@ class LossError(ValueError):
 
 
 @dataclass(frozen=True)
-class TokenTerm:
-    """One token before normalisation: loss and its derivative by the token's logprob; KL estimate; whether the clip took the gradient."""
+class TokenTerms:
+    """Tokens before normalisation, one value each [tokens]: fp64 loss and its derivative by the token's logprob; fp64 KL estimate; bool,
+    whether the clip took the gradient."""
 
-    loss: float
-    slope: float
-    kl: float
-    clipped: bool
+    loss: torch.Tensor
+    slope: torch.Tensor
+    kl: torch.Tensor
+    clipped: torch.Tensor
 
 
 def advantages(rewards: Sequence[float], groups: Sequence[int]) -> tuple[list[float], list[int]]:
@@ -48,23 +53,48 @@ def advantages(rewards: Sequence[float], groups: Sequence[int]) -> tuple[list[fl
     return result, flat
 
 
-def token_term(logp: float, old: float, reference: float | None, advantage: float, params: GrpoParams) -> TokenTerm:
-    """-min(r·A, clip(r)·A) + kl_coef·(exp(d) - d - 1), r = exp(logp - old), d = reference - logp.
+def token_terms(
+    logp: torch.Tensor, old: torch.Tensor, reference: torch.Tensor | None, advantage: torch.Tensor, params: GrpoParams
+) -> TokenTerms:
+    """-min(r·A, clip(r)·A) + kl_coef·(exp(d) - d - 1), r = exp(logp - old), d = reference - logp; fp64 [tokens] on one device.
 
     logp, old: the trainer's own scores now and before the update. reference: the frozen model's score; without one there is no KL term.
-    Raises LossError where a score is so far off that the result is not finite.
+    Raises LossError for the first token whose score is so far off that the result is not finite.
     """
-    try:
-        ratio = math.exp(logp - old)
-        growth = 0.0 if reference is None else math.expm1(reference - logp)
-    except OverflowError:
-        raise LossError(f"logprob {logp} is too far from old {old} or reference {reference}: score with the weights at hand") from None
-    held = min(max(ratio, 1 - params.clip_low), 1 + params.clip_high) * advantage
+    ratio = _exponential(logp - old, math.exp)
+    growth = torch.zeros_like(logp) if reference is None else _exponential(reference - logp, math.expm1)
+    held = ratio.clamp(1 - params.clip_low, 1 + params.clip_high) * advantage
     free = ratio * advantage
     clipped = held < free
-    kl = 0.0 if reference is None else growth - (reference - logp)
-    loss = -(held if clipped else free) + params.kl_coef * kl
-    slope = -(0.0 if clipped else free) - params.kl_coef * growth
-    if not math.isfinite(loss) or not math.isfinite(slope):
-        raise LossError(f"loss {loss} with slope {slope} at logprob {logp}, old {old}, reference {reference}, advantage {advantage}")
-    return TokenTerm(loss, slope, kl, clipped)
+    kl = growth if reference is None else growth - (reference - logp)
+    loss = -torch.where(clipped, held, free) + params.kl_coef * kl
+    slope = -torch.where(clipped, 0.0, free) - params.kl_coef * growth
+    far = ratio.isinf() | growth.isinf()
+    wrong = far | ~loss.isfinite() | ~slope.isfinite()
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0, 0])
+        frozen = None if reference is None else float(reference[at])
+        scores = f"logprob {float(logp[at])}, old {float(old[at])}, reference {frozen}"
+        if far[at]:
+            raise LossError(f"{scores} are too far apart: score with the weights at hand")
+        raise LossError(f"loss {float(loss[at])} with slope {float(slope[at])} at {scores}, advantage {float(advantage[at])}")
+    return TokenTerms(loss, slope, kl, clipped)
+
+
+def _exponential(x: torch.Tensor, function: Callable[[float], float]) -> torch.Tensor:
+    """exp or expm1 of fp64 values, +inf where it overflows; on the CPU the C library's, since torch's own differs between body and tail."""
+    if x.device.type != "cpu":
+        return torch.exp(x) if function is math.exp else torch.expm1(x)
+
+    def of(value: float) -> float:
+        try:
+            return function(value)
+        except OverflowError:
+            return math.inf
+
+    return torch.tensor([of(value) for value in x.tolist()], dtype=torch.float64)
+
+
+def token_sum(values: torch.Tensor) -> float:
+    """Sum of fp64 values in token order, one after another from +0."""
+    return float(np.cumsum(np.concatenate([[0.0], values.cpu().numpy()]))[-1])

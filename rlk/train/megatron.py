@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +10,18 @@ import torch
 from rlk.contract.topology import Topology
 from rlk.model.config import Qwen3Config
 
-Seeds = Callable[[list[float]], Sequence[float]]
-"""From the scores of a micro-batch's targets to dL/dlogp of each."""
+CPU = torch.device("cpu")
+
+Seeds = Callable[[torch.Tensor], torch.Tensor]
+"""From the fp32 scores of a micro-batch's targets to dL/dlogp of each, on the same device."""
 
 
-def megatron_settings(config: Qwen3Config, topology: Topology = Topology()) -> dict[str, Any]:  # noqa: B008 (frozen)
-    """Keyword arguments for a TransformerConfig of a Qwen3 dense model on the CPU, bf16, without dropout or fusions.
+def megatron_settings(
+    config: Qwen3Config,
+    topology: Topology = Topology(),  # noqa: B008 (frozen)
+    device: torch.device = CPU,
+) -> dict[str, Any]:
+    """Keyword arguments for a TransformerConfig of a Qwen3 dense model, bf16, without dropout or fusions.
 
     Weights are allocated and not initialised: they come from a checkpoint.
     """
@@ -39,7 +45,7 @@ def megatron_settings(config: Qwen3Config, topology: Topology = Topology()) -> d
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": device.type == "cpu",
         "perform_initialization": False,
         "persist_layer_norm": False,
         "bias_dropout_fusion": False,

@@ -1,7 +1,7 @@
 """The native trainer model: Megatron-core's own local layers and torch's operators, nothing of this project's.
 
-It is the P arm of the ablations: what an unmodified trainer would score. Stock Megatron reaches for CUDA in four places on the way;
-each is given a CPU value through Megatron's own interface, and no arithmetic is replaced.
+It is the P arm of the ablations: what an unmodified trainer would score. On a card nothing is touched; on the CPU stock Megatron reaches
+for CUDA in four places on the way, each of which is given a CPU value through Megatron's own interface, and no arithmetic is replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlk.model.trace import Trace
 from rlk.parallel.state import Parallel
 from rlk.train import parameters
 from rlk.train.batch import MicroBatch, Sample
-from rlk.train.megatron import Seeds, megatron_settings
+from rlk.train.megatron import CPU, Seeds, megatron_settings
 
 
 class CpuRotaryEmbedding(RotaryEmbedding):
@@ -35,9 +35,16 @@ class CpuRotaryEmbedding(RotaryEmbedding):
 class NativeModel:
     """Megatron's stock GPTModel in bf16; parameters by packed name, in model order."""
 
-    def __init__(self, config: Qwen3Config, numerics: Numerics, packed: Mapping[str, torch.Tensor], parallel: Parallel) -> None:
-        self.config, self.numerics, self.parallel = config, numerics, parallel
-        settings = TransformerConfig(**megatron_settings(config))
+    def __init__(
+        self,
+        config: Qwen3Config,
+        numerics: Numerics,
+        packed: Mapping[str, torch.Tensor],
+        parallel: Parallel,
+        device: torch.device = CPU,
+    ) -> None:
+        self.config, self.numerics, self.parallel, self.device = config, numerics, parallel, device
+        settings = TransformerConfig(**megatron_settings(config, device=device))
         self.module = GPTModel(
             config=settings,
             transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
@@ -46,10 +53,12 @@ class NativeModel:
             position_embedding_type="rope",
             rotary_base=config.rope_theta,
             share_embeddings_and_output_weights=False,
-        ).bfloat16()
-        self.module.rotary_pos_emb = CpuRotaryEmbedding(
-            config.head_dim, rotary_percent=1.0, rotary_base=config.rope_theta, use_cpu_initialization=True
         )
+        self.module.to(device).bfloat16()
+        if device.type == "cpu":
+            self.module.rotary_pos_emb = CpuRotaryEmbedding(
+                config.head_dim, rotary_percent=1.0, rotary_base=config.rope_theta, use_cpu_initialization=True
+            )
         self.parameters = parameters.named_parameters(self.module, packed)
         parameters.load(self.parameters, self.from_packed(packed))
         parameters.prepare_gradients(self.parameters)
@@ -76,28 +85,31 @@ class NativeModel:
     def accumulate(self, batch: MicroBatch, seeds: Seeds) -> None:
         """Score with gradients, ask ``seeds`` for dL/dlogp of every target, and add autograd's bf16 gradients to the main gradients."""
         scores = torch.cat([self._logp(sample) for sample in batch.samples])
-        scores.backward(torch.tensor(seeds(scores.tolist()), dtype=torch.float32))
+        scores.backward(seeds(scores.detach()).float())
         for parameter in self.parameters.values():
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
             parameter.grad = None
 
     def _logp(self, sample: Sample) -> torch.Tensor:
         """fp32 logprob of every response token of one sample."""
-        ids = torch.tensor([sample.ids])
+        device = self.device
+        ids = torch.tensor([sample.ids], device=device)
         length = ids.shape[1]
-        # Stock attention would allocate its score buffer and its causal mask on a CUDA device.
-        heads = self.config.num_attention_heads
-        parallel_state.get_global_memory_buffer().buffer["mpu", torch.bfloat16] = torch.empty(heads * length * length, dtype=torch.bfloat16)
-        hidden_keys = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        logits = self.module(ids, torch.arange(length)[None], hidden_keys)[0, :, : self.config.vocab_size].float()
+        if device.type == "cpu":
+            # Stock attention would allocate its score buffer on a CUDA device.
+            scores = torch.empty(self.config.num_attention_heads * length * length, dtype=torch.bfloat16)
+            parallel_state.get_global_memory_buffer().buffer["mpu", torch.bfloat16] = scores
+        hidden_keys = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
+        positions = torch.arange(length, device=device)[None]
+        logits = self.module(ids, positions, hidden_keys)[0, :, : self.config.vocab_size].float()
         answer = sample.response.token_ids
         logits = logits[-len(answer) - 1 : -1] / sample.request.sampling.scoring_temperature
         if sample.response.support is not None:
             kept = torch.zeros(logits.shape, dtype=torch.bool)
             for row, ids_kept in enumerate(sample.response.support):
                 kept[row, list(ids_kept)] = True
-            logits = logits.masked_fill(~kept, float("-inf"))
-        return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+            logits = logits.masked_fill(~kept.to(device), float("-inf"))
+        return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
 
 
 def _gated(name: str) -> bool:

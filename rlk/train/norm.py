@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import add
 
 import torch
@@ -12,6 +12,9 @@ from rlk.contract.orders import fold_pairs
 from rlk.contract.update import NORM_BLOCK
 from rlk.model.shards import dimension
 from rlk.parallel.collectives import Group
+
+_AT_ONCE = 1 << 27
+"""fp64 elements whose squares are held at a time, unless one shard has more."""
 
 
 class GradientNormError(ArithmeticError):
@@ -30,27 +33,33 @@ def _row_tree(rows: torch.Tensor) -> torch.Tensor:
     return rows[..., 0]
 
 
-def square_sum(shard: torch.Tensor) -> float:
-    """Σ x² of one shard in row-major order: fp64 row tree per 1024 elements, then over the block sums. x² of an fp32 x is exact in fp64."""
-    flat = shard.reshape(-1).double()
-    blocks = -(-flat.numel() // NORM_BLOCK)
-    flat = torch.cat([flat, flat.new_zeros(blocks * NORM_BLOCK - flat.numel())])
-    rows = flat.view(blocks, NORM_BLOCK)
-    return float(_row_tree(_row_tree(rows * rows)))
+def square_sums(shards: torch.Tensor) -> torch.Tensor:
+    """Σ x² of each shard, fp64 [shards], of fp32 [shards, …]: row tree per 1024 elements in row-major order, then over the block sums.
+
+    x² of an fp32 x is exact in fp64. Several shards are added side by side; how many changes no byte.
+    """
+    size = shards[0].numel()
+    blocks = -(-size // NORM_BLOCK)
+    sums = []
+    for held in shards.split(max(1, _AT_ONCE // size)):
+        flat = torch.nn.functional.pad(held.reshape(len(held), -1).double(), (0, blocks * NORM_BLOCK - size))
+        rows = flat.view(len(held), blocks, NORM_BLOCK)
+        sums.append(_row_tree(_row_tree(rows * rows)))
+    return torch.cat(sums)
 
 
 def gradient_norm(gradients: Mapping[str, torch.Tensor], shards: int, tp: Group | None = None) -> float:
     """Norm over fp32 gradients by packed name, in the mapping's (model) order.
 
-    Per (tensor, shard) :func:`square_sum`; shards joined by the tree of adjacent pairs; tensors added in order; all in fp64.
+    Per (tensor, shard) :func:`square_sums`; shards joined by the tree of adjacent pairs; tensors added in order; all in fp64.
     A weight that tensor parallelism cuts has ``shards`` shards, of which each rank of ``tp`` holds its own, a replicated one has one.
-    Raises GradientNormError on NaN or Inf, on every rank.
+    The host waits for the card once. Raises GradientNormError on NaN or Inf, on every rank.
     """
     ranks = 1 if tp is None else tp.size
-    own = [[square_sum(part) for part in _parts(name, gradient, shards // ranks)] for name, gradient in gradients.items()]
-    sums = torch.tensor([square for squares in own for square in squares], dtype=torch.float64)
-    every = [sums] if tp is None else list(tp.all_gather_many([sums])[0])
-    by_rank = [rows.split([len(squares) for squares in own]) for rows in every]
+    own = [square_sums(_parts(name, gradient, shards // ranks)) for name, gradient in gradients.items()]
+    joined = torch.cat(own)
+    every = [joined] if tp is None else list(tp.all_gather_many([joined])[0])
+    by_rank = [rows.cpu().split([len(squares) for squares in own]) for rows in every]
     total = 0.0
     for at, name in enumerate(gradients):
         held = [rows[at].tolist() for rows in by_rank]
@@ -61,6 +70,7 @@ def gradient_norm(gradients: Mapping[str, torch.Tensor], shards: int, tp: Group 
     return math.sqrt(total)
 
 
-def _parts(name: str, gradient: torch.Tensor, shards: int) -> Sequence[torch.Tensor]:
+def _parts(name: str, gradient: torch.Tensor, shards: int) -> torch.Tensor:
+    """[shards, …]: the canonical shards that this rank holds of a gradient, one for a replicated tensor."""
     cut = dimension(name)
-    return (gradient,) if cut is None else gradient.chunk(shards, cut)
+    return gradient[None] if cut is None else gradient.unflatten(cut, (shards, -1)).movedim(cut, 0)

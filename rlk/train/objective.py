@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from rlk.contract.update import GrpoParams
 from rlk.train.batch import MicroBatch, Sample
-from rlk.train.loss import LossError, TokenTerm, advantages, token_term
+from rlk.train.loss import LossError, TokenTerms, advantages, token_sum, token_terms
 
 Scores = Sequence[Sequence[float]]
 
@@ -67,37 +69,39 @@ class BatchLoss:
         ids = [samples[at].sample_id for at in order]
         self._advantage = dict(zip(ids, weights))
         self._old = {samples[at].sample_id: old[at] for at in order}
-        self._reference = {samples[at].sample_id: None if reference is None else reference[at] for at in order}
-        self._terms: dict[int, list[TokenTerm]] = {samples[at].sample_id: [] for at in order}
+        self._reference = None if reference is None else {samples[at].sample_id: reference[at] for at in order}
+        # By the first sample of a micro-batch, whose samples have contiguous ids.
+        self._terms: dict[int, TokenTerms] = {}
 
-    def seeds(self, batch: MicroBatch, scores: Sequence[float]) -> list[float]:
-        """dL/dlogp of every target of a micro-batch from its fresh scores, divided by the active tokens of the whole batch, in fp64."""
-        result: list[float] = []
-        for sample, values in zip(batch.samples, batch.per_sample(scores)):
-            i = sample.sample_id
-            frozen: Sequence[float | None] = self._reference[i] or [None] * len(values)
-            terms = [token_term(*token, self._advantage[i], self.params) for token in zip(values, self._old[i], frozen)]
-            self._terms[i] = terms
-            result += [term.slope / self.tokens for term in terms]
-        return result
+    def seeds(self, batch: MicroBatch, scores: torch.Tensor) -> torch.Tensor:
+        """dL/dlogp of every target of a micro-batch from its fresh scores, divided by the active tokens of the whole batch; both fp64 or
+        fp32 in, fp64 out, [tokens] on the scores' device."""
+        ids = [sample.sample_id for sample in batch.samples]
+        tokens = lambda of: torch.tensor([value for i in ids for value in of[i]], dtype=torch.float64, device=scores.device)
+        advantage = {i: [self._advantage[i]] * len(self._old[i]) for i in ids}
+        frozen = None if self._reference is None else tokens(self._reference)
+        terms = token_terms(scores.double(), tokens(self._old), frozen, tokens(advantage), self.params)
+        self._terms[ids[0]] = terms
+        return terms.slope / self.tokens
 
     def summary(self) -> LossSummary:
         """Figures after every micro-batch has been through :meth:`seeds`; sums in token order."""
-        terms = [term for sample in self._terms.values() for term in sample]
-        if len(terms) != self.tokens:
-            raise LossError(f"{len(terms)} of {self.tokens} tokens have been scored: run every micro-batch before the summary")
+        terms = [self._terms[first] for first in sorted(self._terms)]
+        scored = sum(term.loss.numel() for term in terms)
+        if scored != self.tokens:
+            raise LossError(f"{scored} of {self.tokens} tokens have been scored: run every micro-batch before the summary")
         mean = _sum(self._rewards) / len(self._rewards)
         return LossSummary(
-            loss=_sum([term.loss for term in terms]) / self.tokens,
-            kl=_sum([term.kl for term in terms]) / self.tokens,
-            clip_fraction=len([term for term in terms if term.clipped]) / self.tokens,
+            loss=token_sum(torch.cat([term.loss for term in terms])) / self.tokens,
+            kl=token_sum(torch.cat([term.kl for term in terms])) / self.tokens,
+            clip_fraction=int(torch.cat([term.clipped for term in terms]).count_nonzero()) / self.tokens,
             tokens=self.tokens,
             reward_mean=mean,
             reward_std=math.sqrt(_sum([(r - mean) * (r - mean) for r in self._rewards]) / len(self._rewards)),
             reward_min=min(self._rewards),
             reward_max=max(self._rewards),
             flat_groups=tuple(self._flat),
-            empty_samples=tuple(i for i, held in self._terms.items() if not held),
+            empty_samples=tuple(i for i, held in self._old.items() if not held),
         )
 
 

@@ -22,11 +22,15 @@ class OptimizerError(ValueError):
     """An update or a state that breaks the contract; the message names the value or tensor."""
 
 
+def scalars(step: AdamStep, device: torch.device) -> dict[str, torch.Tensor]:
+    """The numbers of a step as 0-dim fp32 tensors on ``device``."""
+    return {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in asdict(step).items()}
+
+
 def adam(
-    master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, step: AdamStep, decays: bool
+    master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, s: Mapping[str, torch.Tensor], decays: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New (master, m, v) from fp32 tensors of one shape; decays: whether weight decay applies to this tensor."""
-    s = {name: torch.tensor(value, dtype=torch.float32, device=master.device) for name, value in asdict(step).items()}
+    """New (master, m, v) from fp32 tensors of one shape and :func:`scalars`; decays: whether weight decay applies to this tensor."""
     m = s["beta1"] * m + s["one_minus_beta1"] * gradient
     v = s["beta2"] * v + (s["one_minus_beta2"] * gradient) * gradient
     change = (m / s["correction1"]) / (torch.sqrt(v / s["correction2"]) + s["eps"])
@@ -39,7 +43,8 @@ class Adam:
     """State of this rank's parameters by packed name, in model order: fp32 master, m, v, and the number of updates done.
 
     Parameters are bf16 and carry their fp32 ``main_grad``. real_rows: number of this rank's real rows of each weight with padded
-    vocabulary rows. tp: the ranks that hold the other shards.
+    vocabulary rows. tp: the ranks that hold the other shards. on_host: keep the state in pinned host memory, and on the card only the
+    tensor that is being updated; no byte depends on it.
     """
 
     def __init__(
@@ -51,18 +56,29 @@ class Adam:
         real_rows: Mapping[str, int],
         max_norm: float = MAX_GRAD_NORM,
         tp: Group | None = None,
+        on_host: bool = False,
     ) -> None:
         self.parameters, self.params, self.shards, self.real_rows, self.max_norm = parameters, params, shards, real_rows, max_norm
-        self._tp = tp
+        self._tp, self._on_host = tp, on_host
         self.reset()
 
     def reset(self) -> None:
         """Start over from the parameters' present values: master exact, moments +0, no update done."""
         self.updates = 0
-        self.master = {name: parameter.detach().float() for name, parameter in self.parameters.items()}
-        self.m = {name: torch.zeros_like(master) for name, master in self.master.items()}
-        self.v = {name: torch.zeros_like(master) for name, master in self.master.items()}
+        self.master: dict[str, torch.Tensor] = {}
+        self.m: dict[str, torch.Tensor] = {}
+        self.v: dict[str, torch.Tensor] = {}
         self.require_padding()
+
+    def _allocate(self) -> None:
+        """Make the state when it is first needed: a trainer that only scores has none."""
+        if not self.master:
+            self.master = {name: self._placed(parameter.detach().float()) for name, parameter in self.parameters.items()}
+            self.m = {name: self._placed(torch.zeros_like(master)) for name, master in self.master.items()}
+            self.v = {name: self._placed(torch.zeros_like(master)) for name, master in self.master.items()}
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu().pin_memory() if self._on_host else tensor
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -71,6 +87,7 @@ class Adam:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Master and moments by kind and packed name, "m.layers.3.qkv"."""
+        self._allocate()
         return {f"{kind}.{name}": tensor for kind in _KINDS for name, tensor in getattr(self, kind).items()}
 
     def restore(self, state: Mapping[str, torch.Tensor], updates: int) -> None:
@@ -78,7 +95,8 @@ class Adam:
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self.updates = updates
-        self.publish()
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(self.master[name])
         self.require_padding()
 
     def zero_gradients(self) -> None:
@@ -93,36 +111,30 @@ class Adam:
         ContractError on a bad lr, OptimizerError on a padded vocabulary row that is not +0; nothing has changed then.
         """
         step = replace(self.params, lr=lr).step(self.updates + 1)
+        self._allocate()
         self.require_padding()
         gradients = self.gradients
         norm = gradient_norm(gradients, self.shards, self._tp)
         scale = clip_scale(norm, self.max_norm)
+        device = next(iter(gradients.values())).device
+        numbers, factor = scalars(step, device), torch.tensor(scale, dtype=torch.float32, device=device)
         for name, parameter in self.parameters.items():
-            gradient = gradients[name]
-            if scale < 1:
-                gradient = gradient * torch.tensor(scale, dtype=torch.float32, device=gradient.device)
-            state = (self.master[name], self.m[name], self.v[name])
-            self.master[name], self.m[name], self.v[name] = adam(*state, gradient, step, parameter.dim() == 2)
+            gradient = gradients[name] * factor if scale < 1 else gradients[name]
+            state = [getattr(self, kind)[name].to(device) for kind in _KINDS]
+            updated = adam(state[0], state[1], state[2], gradient, numbers, parameter.dim() == 2)
+            parameter.data.copy_(updated[0])
+            for kind, new in zip(_KINDS, updated):
+                held = getattr(self, kind)
+                held[name] = held[name].copy_(new) if self._on_host else new
         self.updates += 1
-        self.publish()
         return norm, scale
-
-    def publish(self) -> None:
-        """Set the parameters to RNE bf16(master)."""
-        for name, parameter in self.parameters.items():
-            parameter.data.copy_(self.master[name])
 
     def require_padding(self) -> None:
         """Raise OptimizerError unless padded vocabulary rows are +0, bit for bit, in weight, gradient, master and moments."""
         gradients = self.gradients
         for name, rows in self.real_rows.items():
-            held = {
-                "weight": self.parameters[name],
-                "gradient": gradients[name],
-                "master": self.master[name],
-                "m": self.m[name],
-                "v": self.v[name],
-            }
+            held = {"weight": self.parameters[name], "gradient": gradients[name]}
+            held |= {kind: tensors[name] for kind in _KINDS if (tensors := getattr(self, kind))}
             for kind, tensor in held.items():
                 if tensor[rows:].detach().contiguous().view(torch.uint8).any():
                     raise OptimizerError(f"{kind} of {name} has a padded row at or after {rows} that is not +0: keep gradients off padding")

@@ -10,17 +10,40 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from rlk.contract.topology import Topology
 from rlk.parallel.collectives import Group
-from rlk.parallel.rendezvous import TIMEOUT, ProcessGroupError, leave
+from rlk.parallel.rendezvous import TIMEOUT, ProcessGroupError, Transport, leave
 from rlk.parallel.state import Parallel, join_topology
+from rlk.train.megatron import CPU
 
 _parallel: Parallel | None = None
 
 
-def start(rank: int = 0, port: int = 0, topology: Topology = Topology(), timeout: float = TIMEOUT) -> Parallel:  # noqa: B008 (frozen)
-    """Join the trainer's job over gloo and build Megatron's groups.
+def require_device(name: str) -> torch.device:
+    """The device called "cpu", "cuda" (this process's current card) or "cuda:1"; raises ValueError for any other and for an absent card."""
+    device = torch.device(name) if name == "cpu" or name.partition(":")[0] == "cuda" else None
+    if device is None:
+        raise ValueError(f"device={name!r} is unknown: use cpu, cuda or cuda:1")
+    if device.type == "cpu":
+        return device
+    cards = torch.cuda.device_count()
+    index = torch.cuda.current_device() if cards and device.index is None else device.index or 0
+    if index >= cards:
+        raise ValueError(f"device={name!r}: torch {torch.__version__} sees {cards} cards here: use cpu, or a machine with that card")
+    return torch.device("cuda", index)
 
-    rank: 0 … topology.train_ranks - 1, TP ranks first. Other arguments and errors: :func:`rlk.parallel.state.join_topology`. A second
-    call in one process is fine if it asks for the same place, anything else raises ProcessGroupError.
+
+def start(
+    rank: int = 0,
+    port: int = 0,
+    topology: Topology = Topology(),  # noqa: B008 (frozen)
+    timeout: float = TIMEOUT,
+    device: torch.device = CPU,
+    transport: Transport = "gloo",
+) -> Parallel:
+    """Join the trainer's job and build Megatron's groups.
+
+    rank: 0 … topology.train_ranks - 1, TP ranks first. device: becomes the process's current card, which Megatron builds on. Other
+    arguments and errors: :func:`rlk.parallel.state.join_topology`. A second call in one process is fine if it asks for the same place,
+    anything else raises ProcessGroupError.
     """
     global _parallel
     if not inspect.isbuiltin(torch.set_num_threads):
@@ -32,7 +55,9 @@ def start(rank: int = 0, port: int = 0, topology: Topology = Topology(), timeout
                 f"this process is rank {_parallel.link.rank} of TP={held.tp}, CP={held.cp}: start another process for a new topology"
             )
         return _parallel
-    link = join_topology(rank, topology, port, timeout)
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+    link = join_topology(rank, topology, port, timeout, transport)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp, context_parallel_size=topology.cp, distributed_timeout_minutes=timeout / 60
     )

@@ -60,10 +60,16 @@ def parallel(place: Parallel) -> dict[str, Any]:
     }
 
 
-def process() -> dict[str, Any]:
-    """Versions, topology and floating-point state of this process."""
-    tiny = torch.full((64,), 1e-39) * torch.ones(64)
+def backend(device: torch.device) -> str:
+    """Name of the backend that operators run on for tensors of ``device``."""
+    return "cpu" if device.type == "cpu" else "triton"
+
+
+def process(device: torch.device) -> dict[str, Any]:
+    """Versions, topology, device and floating-point state of this process."""
+    tiny = torch.full((64,), 1e-39, device=device) * torch.ones(64, device=device)
     return {
+        "device": "cpu" if device.type == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}",
         "versions": {"megatron-core": megatron.core.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),

@@ -37,33 +37,29 @@ class Scoring:
     def rows(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(fp32 [T]: logprob of the next token in the rows that predict a response token, +0 in the others; int64 [1]: first row of the
         TP group with a logit that is not finite, or -1). logits: fp32 [T, columns of this rank]."""
-        bad = (~torch.isfinite(logits.detach())).any(dim=-1).nonzero()[:1, 0]
-        bad = bad if bad.numel() else bad.new_full((1,), -1)
-        active = torch.zeros(batch.tokens, dtype=torch.bool)
+        bad = first_bad_row(logits.detach())
+        active = batch.ids.new_zeros(batch.tokens, dtype=torch.bool)
         active[batch.rows] = True
-        targets = torch.zeros(batch.tokens, dtype=torch.int64)
+        targets = batch.targets.new_zeros(batch.tokens)
         targets[batch.rows] = batch.targets
-        temperature = torch.ones(batch.tokens)
+        temperature = batch.temperature.new_ones(batch.tokens)
         temperature[batch.rows] = batch.temperature
         support = self._support(batch)
         if self.parallel.tp.size > 1:
             args = (targets, temperature, support, active, bad, self.columns, self.numerics.vocab_tile, self.parallel.tp)
             result: tuple[torch.Tensor, torch.Tensor] = _ShardedLogp.apply(logits, *args)
             return result
-        if self.parallel.alone:
-            require_finite(int(bad))
         scores = logp(
             logits, targets, temperature, vocab_size=self.vocab_size, padded_vocab=self.padded_vocab, shards=self.numerics.canonical_tp,
             vocab_tile=self.numerics.vocab_tile, support=support, active=active,
         )  # fmt: skip
         return scores, bad
 
-    def joined(self, batch: MicroBatch, scores: torch.Tensor, bad: torch.Tensor) -> list[float]:
-        """Logprob of every response token of all samples, on every rank, from the scores of each rank's rows."""
+    def joined(self, batch: MicroBatch, scores: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        """Logprob of every response token of all samples, fp32 [tokens], on every rank, from the scores of each rank's rows."""
         every, worst = self.parallel.cp.all_gather_many([scores.detach(), bad])
         require_finite(int(worst.max()))
-        values: list[float] = every.flatten()[batch.joined].tolist()
-        return values
+        return every.flatten()[batch.joined]
 
     def _support(self, batch: MicroBatch) -> torch.Tensor | None:
         """bool [T, columns of this rank] if any target's support is truncated, else None."""
@@ -73,7 +69,15 @@ class Scoring:
         rows: list[tuple[int, ...] | None] = [None] * batch.tokens
         for row, kept in zip(batch.rows.tolist(), batch.supports):
             rows[row] = kept if kept is None or self.parallel.tp.size == 1 else tuple(i - first for i in kept if first <= i < last)
-        return support_mask(rows, self.columns.real, width=self.columns.width)
+        return support_mask(rows, self.columns.real, width=self.columns.width).to(batch.ids.device)
+
+
+def first_bad_row(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [1]: the first row of logits [T, V] with a value that is not finite, or -1; the host does not wait for it."""
+    rows = torch.arange(len(logits), device=logits.device)
+    wrong = ~torch.isfinite(logits).all(dim=-1)
+    first = torch.where(wrong, rows, len(logits)).min().reshape(1) if len(logits) else rows.new_zeros(1)
+    return torch.where(first == len(logits), -1, first)
 
 
 def require_finite(row: int) -> None:

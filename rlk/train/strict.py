@@ -18,7 +18,7 @@ from rlk.model.trace import Trace
 from rlk.parallel.state import Parallel
 from rlk.train import parameters
 from rlk.train.batch import MicroBatch
-from rlk.train.megatron import Seeds, megatron_settings
+from rlk.train.megatron import CPU, Seeds, megatron_settings
 from rlk.train.modules import StrictAttention, StrictColumn, StrictConfig, StrictGPT, StrictHeadNorm, StrictLayer, StrictNorm, StrictRow
 from rlk.train.scoring import Scoring, require_ids
 from rlk.train.tokens import Tokens
@@ -40,12 +40,19 @@ def _block(config: StrictConfig) -> TransformerBlockSubmodules:
 class StrictModel:
     """Megatron's GPTModel on the strict operators; this rank's parameters by packed name, in model order."""
 
-    def __init__(self, config: Qwen3Config, numerics: Numerics, packed: Mapping[str, torch.Tensor], parallel: Parallel) -> None:
+    def __init__(
+        self,
+        config: Qwen3Config,
+        numerics: Numerics,
+        packed: Mapping[str, torch.Tensor],
+        parallel: Parallel,
+        device: torch.device = CPU,
+    ) -> None:
         self.config, self.numerics, self.parallel, self.tokens = config, numerics, parallel, Tokens(parallel)
         self.scoring = Scoring(config.vocab_size, config.padded_vocab(numerics), numerics, parallel)
-        table = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings)
+        table = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings).to(device)
         settings = StrictConfig(
-            **megatron_settings(config, parallel.topology),
+            **megatron_settings(config, parallel.topology, device),
             model=config,
             numerics=numerics,
             table=table,
@@ -65,7 +72,7 @@ class StrictModel:
             max_sequence_length=config.max_position_embeddings,
             position_embedding_type="none",
             share_embeddings_and_output_weights=False,
-        )
+        ).to(device)
         self.parameters = parameters.named_parameters(self.module, packed)
         parameters.load(self.parameters, self.from_packed(packed))
         parameters.prepare_gradients(self.parameters)
@@ -84,14 +91,14 @@ class StrictModel:
         if trace is not None and not self.parallel.alone:
             raise ValueError("intermediates are recorded in a world of one: trace with TP = CP = 1")
         with torch.no_grad(), self.tokens.use(batch, trace):
-            return self.scoring.joined(batch, *self._logp(batch))
+            return self.scoring.joined(batch, *self._logp(batch)).tolist()
 
     def accumulate(self, batch: MicroBatch, seeds: Seeds) -> None:
         """Score with gradients, ask ``seeds`` for dL/dlogp of every response token, and fold the weight gradients."""
         self._require(batch)
         with self.tokens.use(batch):
             scores, bad = self._logp(batch)
-            slopes = torch.tensor(seeds(self.scoring.joined(batch, scores, bad)), dtype=torch.float32)
+            slopes = seeds(self.scoring.joined(batch, scores, bad)).float()
             seed = torch.zeros_like(scores)
             seed[batch.rows] = slopes[batch.own]
             scores.backward(seed)
@@ -104,10 +111,8 @@ class StrictModel:
 
     def _logp(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`Scoring.rows` of this rank's rows."""
-        longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
-        )
+        edges, longest = batch.cu_seqlens, batch.longest
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=longest, max_seqlen_kv=longest)
         logits = self.module(batch.ids[None], batch.positions[None], None, packed_seq_params=packed)[0]
         scores, bad = self.scoring.rows(batch, logits)
         trace = self.tokens.trace

@@ -21,6 +21,7 @@ from rlk.model import shards
 from rlk.model.layout import pack_weights, unpack_weights
 from rlk.model.trace import Trace
 from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hash
+from rlk.parallel.rendezvous import Transport
 from rlk.train import parameters, process, readback, state
 from rlk.train.batch import MicroBatch, Sample, micro_batches
 from rlk.train.native import NativeModel
@@ -29,6 +30,7 @@ from rlk.train.optimizer import Adam
 from rlk.train.strict import StrictModel
 
 Mode = Literal["strict", "native"]
+State = Literal["device", "host"]
 _MODELS: dict[str, type[StrictModel] | type[NativeModel]] = {"strict": StrictModel, "native": NativeModel}
 
 
@@ -71,6 +73,9 @@ class MegatronTrainer:
     operators, "native" with Megatron's and torch's own. micro_batch_size: samples per forward; it changes no score byte, and is the unit
     in which gradients are folded. port: rendezvous on loopback, 0 for a free one (tp·cp = 1 only). rank counts TP ranks first. timeout:
     seconds after which a collective that nobody answers ends every rank. Native mode runs in one process.
+    device: "cpu", "cuda" (the process's current card) or "cuda:1"; operators run on the backend of the device. state: where master
+    weights, moments and the reference live; "host" keeps them in pinned memory and brings a tensor to the card when it is needed, at equal
+    bytes. transport: how ranks exchange bytes, see ``rlk.parallel.rendezvous.Transport``.
     Raises CheckpointError, ContractError, ProcessGroupError or MismatchError in one line.
     """
 
@@ -89,24 +94,32 @@ class MegatronTrainer:
         cp: int = 1,
         rank: int = 0,
         timeout: float = process.TIMEOUT,
+        device: str = "cpu",
+        state: State = "device",
+        transport: Transport = "gloo",
     ) -> None:
+        self.device = process.require_device(device)
         if mode not in _MODELS:
             raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(_MODELS)}")
         topology = Topology(tp=tp, cp=cp, numerics=numerics)
         if mode == "native" and topology.train_ranks > 1:
             raise ContractError(f"native mode with TP={tp}, CP={cp}: run the native arm in one process")
+        if state not in ("device", "host") or (state == "host" and self.device.type == "cpu"):
+            raise ContractError(f"state={state!r} on {device}: use 'device', or 'host' beside a card")
         source = load_checkpoint(checkpoint)
-        self.parallel = process.start(rank, port, topology, timeout)
+        self.parallel = process.start(rank, port, topology, timeout, self.device, transport)
         self.checkpoint, self.mode, self.numerics, self.grpo = Path(checkpoint), mode, numerics, grpo
         self.config, self.micro_batch_size, self.version = source.config, micro_batch_size, 0
         packed = pack_weights(source.tensors, source.config, numerics)
         self.parallel.link.agree("checkpoint", source.model_hash)
-        self.model = _MODELS[mode](source.config, numerics, packed, self.parallel)
-        self._reference = {name: parameter.detach().clone() for name, parameter in self.model.parameters.items()}
+        self.model = _MODELS[mode](source.config, numerics, packed, self.parallel, self.device)
+        kept = torch.device("cpu") if state == "host" else self.device
+        self._reference = {name: parameter.detach().to(kept, copy=True) for name, parameter in self.model.parameters.items()}
         self._reference_hash = self._model_hash = source.model_hash
         self.optimizer = Adam(
-            self.model.parameters, adam, shards=numerics.canonical_tp, real_rows=self._real_rows(), max_norm=max_norm, tp=self.parallel.tp
-        )
+            self.model.parameters, adam, shards=numerics.canonical_tp, real_rows=self._real_rows(), max_norm=max_norm,
+            tp=self.parallel.tp, on_host=state == "host",
+        )  # fmt: skip
         self._traffic: list[dict[str, Any]] = []
 
     def score(self, samples: Sequence[Sample]) -> list[list[float]]:
@@ -126,7 +139,7 @@ class MegatronTrainer:
             return self.score(samples)
 
     def trace(self, samples: Sequence[Sample]) -> dict[int, dict[str, torch.Tensor]]:
-        """Intermediates of scoring by sample id and name (``rlk.model.trace``); rows are the tokens of the sample, prompt first.
+        """Intermediates of scoring by sample id and name (``rlk.model.trace``), in host memory; rows are the sample's tokens, prompt first.
 
         "logp" is +0 in rows that predict no response token. Strict mode only.
         """
@@ -135,8 +148,9 @@ class MegatronTrainer:
             trace = Trace()
             self.model.score(batch, trace)
             edges = batch.cu_seqlens.tolist()
+            found = {name: rows.cpu() for name, rows in trace.tensors().items()}
             for sample, start, end in zip(batch.samples, edges, edges[1:]):
-                result[sample.sample_id] = {name: rows[start:end] for name, rows in trace.tensors().items()}
+                result[sample.sample_id] = {name: rows[start:end] for name, rows in found.items()}
         return result
 
     def step(
@@ -232,8 +246,8 @@ class MegatronTrainer:
         found: dict[str, Any] = {
             "engine": "megatron-core",
             "mode": self.mode,
-            **readback.process(),
-            "numerics": self.numerics.record(self.config.vocab_size, "cpu"),
+            **readback.process(self.device),
+            "numerics": self.numerics.record(self.config.vocab_size, readback.backend(self.device)),
             "modules": readback.modules(self.model.module),
             "gradient_scales": readback.gradient_scales(self.model.module.config),
             "kernels": readback.kernels(),
@@ -262,7 +276,8 @@ class MegatronTrainer:
                     f"sample {sample.sample_id} has {len(sample.ids)} tokens, the model {self.config.max_position_embeddings} positions"
                 )
         cp = self.parallel.cp
-        return micro_batches(samples, self.micro_batch_size, self.numerics, cp.size, cp.rank)
+        held = micro_batches(samples, self.micro_batch_size, self.numerics, cp.size, cp.rank)
+        return (batch.to(self.device) for batch in held)
 
     def _batch_note(self, samples: Sequence[Sample], *more: Any) -> str:
         """What all ranks must hold equally before they compute: counts to read, and a digest of everything."""
@@ -286,7 +301,7 @@ class MegatronTrainer:
         own = {name: parameter.data for name, parameter in self.model.parameters.items()}
         try:
             for name, parameter in self.model.parameters.items():
-                parameter.data = tensors[name]
+                parameter.data = tensors[name].to(self.device)
             yield
         finally:
             for name, parameter in self.model.parameters.items():

@@ -14,6 +14,8 @@ import torch
 from rlk.model.config import Qwen3Config
 from rlk.parallel.collectives import Group
 
+CPU = torch.device("cpu")
+
 
 class PagedCache:
     """Pages of ``page`` tokens per rank, for the KV heads of this rank; a page nobody has written holds NaN.
@@ -21,10 +23,10 @@ class PagedCache:
     span: positions of a sequence that one entry of its block table covers, page·cp. free: pages that no sequence holds.
     """
 
-    def __init__(self, config: Qwen3Config, pages: int, page: int, tp: Group, cp: Group) -> None:
+    def __init__(self, config: Qwen3Config, pages: int, page: int, tp: Group, cp: Group, device: torch.device = CPU) -> None:
         heads = config.num_key_value_heads // tp.size
         shape = (config.num_hidden_layers, pages, heads, page, 2 * config.head_dim)
-        self.layers = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+        self.layers = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
         self.page, self.span, self.cp = page, page * cp.size, cp
         self.free = list(range(pages))
 

@@ -16,7 +16,7 @@ from rlk.kernels.logp import support_mask
 from rlk.model.qwen3 import Qwen3Dense
 from rlk.model.weights import load_checkpoint, model_hash
 from rlk.parallel.state import Parallel
-from rlk.rollout.paged.cache import PagedCache
+from rlk.rollout.paged.cache import CPU, PagedCache
 from rlk.rollout.paged.forward import Step
 from rlk.rollout.paged.schedule import Piece, Running, Scheduler
 from rlk.rollout.requests import eos_token_ids, refusal, refused_response, require_distinct
@@ -24,15 +24,16 @@ from rlk.rollout.sampling import Sampled, sample_rows
 
 
 class PagedEngine:
-    """One model in tp·cp processes, this one with its place in them; strict mode only, on the CPU.
+    """One model in tp·cp processes, this one with its place in them; strict mode only. Tokens are drawn on the host.
 
     All ranks make the same calls with the same arguments and get the same results. TP ranks hold canonical shards of heads, intermediate
     columns and vocabulary. CP ranks hold the tokens of every sequence in turn, compute their own tokens alone, and read each other's keys
     and values. A token is drawn by the ranks that hold its row, each for itself, and all must draw the same.
 
-    checkpoint: Hugging Face Qwen3 dense, served as ``weight_version``. parallel: from ``rlk.parallel.state.enter``. page: tokens per page
-    and rank. pages: of the cache. max_num_batched_tokens: of one step, which longer prompts are chunked by; max_num_seqs: sequences that
-    run at once; max_model_len: prompt and response together. stop_token_ids: None takes the checkpoint's end-of-sequence ids.
+    checkpoint: Hugging Face Qwen3 dense, served as ``weight_version``. parallel: from ``rlk.parallel.state.enter``. device: of weights,
+    cache and operators. page: tokens per page and rank. pages: of the cache. max_num_batched_tokens: of one step, which longer prompts are
+    chunked by; max_num_seqs: sequences that run at once; max_model_len: prompt and response together. stop_token_ids: None takes the
+    checkpoint's end-of-sequence ids.
     Raises CheckpointError, ContractError or MismatchError in one line.
     """
 
@@ -41,6 +42,7 @@ class PagedEngine:
         checkpoint: Path,
         parallel: Parallel,
         *,
+        device: torch.device = CPU,
         page: int = 16,
         pages: int = 256,
         max_num_batched_tokens: int = 64,
@@ -55,8 +57,9 @@ class PagedEngine:
             raise ValueError(f"max_model_len={max_model_len} exceeds the {self.config.max_position_embeddings} positions of the model")
         self.max_model_len, self._batched, self._sequences = max_model_len, max_num_batched_tokens, max_num_seqs
         self._stop = frozenset(eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
-        self._cache = PagedCache(self.config, pages, page, parallel.tp, parallel.cp)
-        self._model = Qwen3Dense(self.config, self.numerics, max_positions=max_model_len, tp=parallel.tp)
+        self.device = device
+        self._cache = PagedCache(self.config, pages, page, parallel.tp, parallel.cp, device)
+        self._model = Qwen3Dense(self.config, self.numerics, max_positions=max_model_len, device=device, tp=parallel.tp)
         self._pages, self._counters = pages, {"steps": 0, "rows": 0, "unfinished_chunks": 0, "most_sequences": 0}
         self._take(source.tensors, source.model_hash, weight_version)
 
@@ -109,7 +112,7 @@ class PagedEngine:
         return {
             "engine": "paged",
             "label": self.parallel.link.presence.labels[self.parallel.link.rank],
-            "numerics": self.numerics.record(self.config.vocab_size, "cpu"),
+            "numerics": self.numerics.record(self.config.vocab_size, "cpu" if self.device.type == "cpu" else "triton"),
             "weight_version": self.weight_version,
             "model_hash": self._hash(),
             "shard_hash": model_hash(self._model.parts()),
@@ -131,11 +134,11 @@ class PagedEngine:
         # A rank that draws nothing must hear of logits that are not finite.
         self.parallel.link.together(lambda: drawn.append(self._draw(step, hidden)))
         sampled = self._share(step, drawn[0])
-        for at, piece in enumerate(step.ready):
+        for piece, token, logprob, kept in zip(step.ready, sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.supports, strict=True):
             running = piece.running
-            running.ids.append(int(sampled.ids[at]))
-            running.logprobs.append(float(sampled.logprobs[at]))
-            running.supports.append(sampled.supports[at])
+            running.ids.append(token)
+            running.logprobs.append(logprob)
+            running.supports.append(kept)
             running.finish_reason = "stop" if running.ids[-1] in self._stop else "length" if len(running.ids) == running.limit else ""
             if running.finish_reason:
                 scheduler.finish(running)
@@ -147,7 +150,7 @@ class PagedEngine:
         """The tokens of the rows that this rank holds."""
         own = [piece.running for piece, owner in zip(step.ready, step.owners) if owner == self.parallel.cp.rank]
         if not own:
-            return Sampled(torch.zeros(0, dtype=torch.int64), torch.zeros(0), [])
+            return Sampled(torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, device=self.device), [])
         return sample_rows(
             self._model.columns(hidden[step.last]),
             [running.request.sampling for running in own],
@@ -165,11 +168,12 @@ class PagedEngine:
             return mine
         most = max(owners.count(rank) for rank in range(cp.size))
         truncates = [piece.running.request.sampling.truncates for piece in step.ready]
-        kept = support_mask(mine.supports, self.config.vocab_size) if any(truncates) else torch.zeros(len(mine.ids), 0, dtype=torch.bool)
+        width = self.config.vocab_size if any(truncates) else 0
+        kept = support_mask(mine.supports if width else [None] * len(mine.ids), width).to(self.device)
         sent = [torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])]) for rows in (mine.ids, mine.logprobs, kept)]
         rows = [owners[:at].count(owner) for at, owner in enumerate(owners)]
         ids, logprobs, masks = (gathered[owners, rows] for gathered in cp.all_gather_many(sent))
-        supports = [tuple(mask.nonzero()[:, 0].tolist()) if truncated else None for mask, truncated in zip(masks, truncates)]
+        supports = [tuple(mask.nonzero()[:, 0].tolist()) if truncated else None for mask, truncated in zip(masks.cpu(), truncates)]
         return Sampled(ids, logprobs, supports)
 
     def _response(self, running: Running) -> Response:

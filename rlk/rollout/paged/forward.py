@@ -45,18 +45,21 @@ class Step:
             tables += [table] * len(own)
             if piece.last and (piece.stop - 1) % cp.size == cp.rank:
                 last.append(len(ids) - 1)
-        integers = lambda values: torch.tensor(values, dtype=torch.int64)
+        device = cache.layers.device
+        integers = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
         self.ids, self.positions, self.last = integers(ids), integers(positions), integers(last)
         self._slots, self._visible = integers(slots), integers(visible)
         width = max((len(table) for table in tables), default=1)
         # Rows of a rank are no neighbours, so each is a sequence of its own whose last token it is. Entries behind it are never read.
-        self._table = torch.tensor([table + [-1] * (width - len(table)) for table in tables], dtype=torch.int32).reshape(len(ids), width)
+        filled = [table + [-1] * (width - len(table)) for table in tables]
+        self._table = torch.tensor(filled, dtype=torch.int32, device=device).reshape(len(ids), width)
+        self._starts = torch.arange(len(ids) + 1, device=device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Keep k and v [T, Hk, D], then attend q [T, Hq, D] over everything up to each row's position: [T, Hq·D]."""
         self._cache.write(layer, self._slots, k, v)
         kv = self._cache.layers[layer] if self._cache.cp.size == 1 else self._cache.read(layer, self._visible)
         return paged_attention(
-            q, kv, self._table, torch.arange(len(q) + 1), self.positions + 1,
+            q, kv, self._table, self._starts, self.positions + 1,
             scale=self._scale, kv_tile=self._numerics.kv_tile, kv_split=self._numerics.kv_split,
         ).flatten(1)  # fmt: skip

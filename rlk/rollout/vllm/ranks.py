@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 
-import torch
 import torch.distributed as dist
 from vllm.distributed import get_tp_group
 
@@ -28,6 +27,6 @@ def tensor_parallel(numerics: Numerics) -> Group:
     store = dist.PrefixStore("rlk", dist.distributed_c10d._get_default_store())
     label = f"rollout rank {ranks.rank_in_group}"
     presence = Presence(store, ranks.rank_in_group, ranks.world_size, label, host=LOOPBACK, grace=TIMEOUT)
-    link = Link(presence, device=torch.device("cpu"))
+    link = Link(presence)
     link.agree("agreement", json.dumps(numerics.as_dict()))
     return Group("tp", link, ranks.cpu_group)

@@ -1,0 +1,136 @@
+"""How one message gets from rank to rank: bytes are gathered or exchanged, nothing is added.
+
+Every transport gives equal bytes; they differ in what carries them. A call that a lost or silent rank leaves unanswered raises
+RuntimeError, which :meth:`rlk.parallel.link.Link.run` turns into the name of that rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from rlk.parallel.link import Link
+
+Transport = Literal["gloo", "ipc", "nccl"]
+"""gloo: host memory, for tensors anywhere; tensors of a card pass through pinned memory. ipc: ranks of one host read each other's card
+memory (CUDA or HIP IPC), also where they share a card. nccl: one card per rank, also under ROCm, whose RCCL torch calls by that name."""
+
+BACKEND: dict[Transport, str] = {"gloo": "gloo", "ipc": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+"""Process groups that torch makes; checks between ranks are messages in host memory whatever carries the data."""
+
+_FIRST_LOOK, _PAUSE = 1.0, 1e-4
+
+
+class Gloo:
+    """Through host memory. whole_below: bytes up to which a sum is cheaper if every rank gathers all parts and adds them itself."""
+
+    whole_below: ClassVar[int] = 0
+
+    def __init__(self, link: Link, handle: dist.ProcessGroup) -> None:
+        self.link, self.handle = link, handle
+        self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
+
+    def gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """[n] of every rank -> [ranks, n]."""
+        sent = _on_host(piece)
+        received = _host_memory((self.size, *piece.shape), piece)
+        dist.all_gather(list(received), sent, group=self.handle)
+        return received.to(piece.device)
+
+    def exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        """[ranks, n], row r for rank r -> [ranks, n], row r from rank r."""
+        sent = _on_host(rows)
+        received = _host_memory(rows.shape, rows)
+        dist.all_to_all_single(received, sent, group=self.handle)
+        return received.to(rows.device)
+
+
+class Nccl(Gloo):
+    """From card to card. The host waits for each message, so that a rank that is lost is named and nothing is read that never came."""
+
+    whole_below: ClassVar[int] = 1 << 18
+
+    def gather(self, piece: torch.Tensor) -> torch.Tensor:
+        received = piece.new_empty((self.size, *piece.shape))
+        self._wait(dist.all_gather_into_tensor(received, piece, group=self.handle, async_op=True))
+        return received
+
+    def exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(rows)
+        self._wait(dist.all_to_all_single(received, rows, group=self.handle, async_op=True))
+        return received
+
+    def _wait(self, work: dist.Work) -> None:
+        presence = self.link.presence
+        began = time.monotonic()
+        look = began + _FIRST_LOOK
+        while not work.is_completed():
+            now = time.monotonic()
+            if now > look:
+                if presence.gone():
+                    raise RuntimeError("a process is gone")
+                if now > began + presence.grace:
+                    raise RuntimeError(f"no answer in {presence.grace:g} s")
+                look = now + _FIRST_LOOK
+            if now > began + 0.01:
+                time.sleep(_PAUSE)
+        work.wait()
+
+
+class Ipc(Gloo):
+    """Each rank has a mailbox on its card that the others map: it writes, all wait, the others read, all wait."""
+
+    whole_below: ClassVar[int] = 1 << 22
+
+    def __init__(self, link: Link, handle: dist.ProcessGroup) -> None:
+        super().__init__(link, handle)
+        self._own = torch.empty(link.message_bytes, dtype=torch.uint8, device="cuda")
+        device, *fields = self._own.untyped_storage()._share_cuda_()
+        told = json.dumps([device, *(field.hex() if isinstance(field, bytes) else field for field in fields)])
+        every = [json.loads(text) for text in link.share(told)]
+        self._boxes = [self._own if rank == link.rank else _mapped(every[rank]) for rank in dist.get_process_group_ranks(handle)]
+
+    def gather(self, piece: torch.Tensor) -> torch.Tensor:
+        received = piece.new_empty((self.size, *piece.shape))
+        self._pass(piece, lambda rank, box: received[rank].copy_(box.view(piece.shape)))
+        return received
+
+    def exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(rows)
+        self._pass(rows, lambda rank, box: received[rank].copy_(box.view(rows.shape)[self.rank]))
+        return received
+
+    def _pass(self, sent: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> None:
+        stream = torch.cuda.current_stream()
+        self._own[: sent.nbytes].view(sent.dtype).view(sent.shape).copy_(sent)
+        stream.synchronize()
+        dist.barrier(group=self.handle)
+        for rank, box in enumerate(self._boxes):
+            read(rank, box[: sent.nbytes].view(sent.dtype))
+        stream.synchronize()
+        dist.barrier(group=self.handle)
+
+
+MOVERS: dict[Transport, type[Gloo]] = {"gloo": Gloo, "ipc": Ipc, "nccl": Nccl}
+
+
+def _host_memory(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Memory that messages of ``like`` are sent from: pinned for a card's, so that copies run at full speed."""
+    return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return _host_memory(tensor.shape, tensor).copy_(tensor) if tensor.is_cuda else tensor
+
+
+def _mapped(told: list[object]) -> torch.Tensor:
+    """The memory that another process has shared; mapped for as long as the tensor lives."""
+    fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in told]
+    storage = torch.UntypedStorage._new_shared_cuda(*fields)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
