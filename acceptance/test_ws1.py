@@ -11,6 +11,7 @@ from rlk.acceptance.collector import Evidence
 from rlk.acceptance.measure import measure
 from rlk.contract.judgments import JUDGMENTS
 from rlk.contract.operators import Tier
+from rlk.kernels.attention.vendor_library import LIBRARY
 
 
 def _measure(cell: Cell, evidence: Evidence) -> None:
@@ -37,3 +38,10 @@ def test_vendor_products(cell: Cell, evidence: Evidence) -> None:
 @pytest.mark.cells(scope="ws1", backend="vendor", subject="lm_head")
 def test_vendor_logits(cell: Cell, evidence: Evidence) -> None:
     _measure(cell, evidence)
+
+
+if LIBRARY.available:  # without vLLM's library nothing judges these cells, and they are MISSING
+
+    @pytest.mark.cells(scope="ws1", backend="vendor", subject="attention")
+    def test_vendor_attention(cell: Cell, evidence: Evidence) -> None:
+        _measure(cell, evidence)

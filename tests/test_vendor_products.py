@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlk.contract.topology import token_leaves
+from rlk.kernels.certificate import Certificates, VendorNotCertified
 from rlk.kernels.det_gemm import cpu, vendor, vendor_certificate
 from rlk.kernels.dispatch import BackendUnavailable, readback, reset_readback
 
@@ -59,14 +60,12 @@ def test_widths_that_the_library_cannot_read_aligned_are_refused() -> None:
 
 
 @pytest.fixture
-def certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RLK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(vendor_certificate, "_where", lambda device: {"card": "none", "driver": "0"})
+    monkeypatch.setattr(vendor_certificate, "CERTIFICATES", Certificates("det_gemm", lambda device: {"card": "none", "driver": "0"}))
     monkeypatch.setattr(vendor_certificate, "_chain", _plain)
     monkeypatch.setitem(vendor_certificate.LIBRARY.__dict__, "version", 130000)
-    vendor_certificate._known.cache_clear()
-    yield tmp_path / "vendor"
-    vendor_certificate._known.cache_clear()
+    return tmp_path / "vendor"
 
 
 def _certify(a: torch.Tensor, b: torch.Tensor, multiply: vendor_certificate.Multiply = _plain) -> None:
@@ -83,7 +82,7 @@ def test_a_problem_is_probed_once_and_kept(certificates: Path) -> None:
     for _ in range(2):
         _certify(X[:16], W.T, counted)
     assert len(calls) == 3
-    vendor_certificate._known.cache_clear()  # as in the next process
+    vendor_certificate.CERTIFICATES.forget()  # as in the next process
     _certify(X[:16], W.T, counted)
     assert len(calls) == 3
     _certify(X[:16, 8:], W[:, 8:].T, counted)
@@ -113,14 +112,14 @@ def _flushes(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.
 
 @pytest.mark.parametrize("faulty", [_other_group_edge, _split_k, _loses_nan, _flushes])
 def test_another_order_is_not_certified(certificates: Path, faulty: vendor_certificate.Multiply) -> None:
-    with pytest.raises(vendor_certificate.VendorNotCertified, match=r"differs from the canonical chain in \d+ of 768 elements"):
+    with pytest.raises(VendorNotCertified, match=r"differs from the canonical chain in \d+ of 768 elements"):
         _certify(X[:16], W.T, faulty)
     assert not list(certificates.glob("*.json"))
 
 
 def test_nothing_is_certified_during_a_capture(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vendor_certificate, "_capturing", lambda x: True)
-    with pytest.raises(vendor_certificate.VendorNotCertified, match="before the graph is captured"):
+    with pytest.raises(VendorNotCertified, match="before the graph is captured"):
         _certify(X[:16], W.T)
 
 

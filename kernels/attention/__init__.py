@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 from rlk.kernels._triton import from_triton
-from rlk.kernels.attention import cpu
+from rlk.kernels.attention import cpu, vendor
 from rlk.kernels.dispatch import Backends, select
 
-_ATTENTION: Backends = {"cpu": cpu.attention_with_lse, "triton": from_triton("attention", "attention_with_lse")}
-_PAGED: Backends = {"cpu": cpu.paged_attention, "triton": from_triton("attention", "paged_attention")}
+_ATTENTION: Backends = {
+    "cpu": cpu.attention_with_lse,
+    "triton": from_triton("attention", "attention_with_lse"),
+    "vendor": vendor.attention_with_lse,
+}
+_PAGED: Backends = {"cpu": cpu.paged_attention, "triton": from_triton("attention", "paged_attention"), "vendor": vendor.paged_attention}
 
 
 def attention(
@@ -39,6 +43,9 @@ def attention_with_lse(
     multiple of kv_split keys (0: one state), states merged ascending without FMA; out = bf16(o/l).
     Raises ValueError on a wrong shape, dtype, offset, tile or split, BackendUnavailable for a backend that cannot run here. A GPU holds
     tiles of at most 128 keys and heads of at most 256; offsets are checked once per tensor there, and not while a graph is captured.
+    Backend "vendor" (FlashAttention 3, CUDA only) is the family vendor-one-split: it wants kv_split = 0, does not read kv_tile, adds in
+    its library's order and raises VendorNotCertified if training, prefill and decode differ in it. lse2 is there the library's natural
+    log-sum-exp times fp32(log2 e), and gradients are computed from it and from the library's output in the order of :func:`attention`.
     """
     require_packed("attention", q, k, v)
     require_tiles("attention", kv_tile, kv_split)
@@ -62,7 +69,8 @@ def paged_attention(
     Returns [T, Hq, D] bf16. Table entries and slots beyond a sequence's length are never read. Same order as :func:`attention_with_lse`.
     Raises ValueError on a wrong shape, dtype, offset, tile or split, IndexError for a visible page outside the cache,
     BackendUnavailable for a backend that cannot run here. On a GPU offsets, lengths and pages are not read before the launch, so that the
-    host need not wait: rows that see a page outside the cache or the table are NaN there.
+    host need not wait: rows that see a page outside the cache or the table are NaN there with backend "triton"; backend "vendor"
+    (see :func:`attention_with_lse`) trusts the table, and wants every stride and the address of the cache to be multiples of 16 bytes.
     """
     op = "paged_attention"
     if kv_cache.dtype != torch.bfloat16 or kv_cache.ndim != 4 or kv_cache.shape[3] != 2 * q.shape[-1] or kv_cache.stride(3) != 1:

@@ -25,7 +25,8 @@ def build(shape: OperatorShape, backend: str) -> OperatorCase:
     draw, sizes, batch = Draw(shape, backend), shape.sizes, shape.batch
     q_heads, kv_heads, dim = sizes["q_heads"], sizes["kv_heads"], sizes["dim"]
     scale = dim**-0.5
-    tiles: dict[str, Any] = {"scale": scale, "kv_tile": DEFAULT.kv_tile, "kv_split": DEFAULT.kv_split, "backend": backend}
+    kv_split = 0 if backend == "vendor" else DEFAULT.kv_split  # the vendor's family has one split
+    tiles: dict[str, Any] = {"scale": scale, "kv_tile": DEFAULT.kv_tile, "kv_split": kv_split, "backend": backend}
     rows = {name: draw.normal(draw.tokens, heads, dim) for name, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))}
     rows["d_out"] = draw.seed(draw.tokens, q_heads, dim)
     device = rows["q"].device

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from rlk.kernels._triton import from_triton
-from rlk.kernels.attention import cpu, require_packed, require_tiles
+from rlk.kernels.attention import cpu, require_packed, require_tiles, vendor
 from rlk.kernels.dispatch import Backends, select
 
-_FORWARD: Backends = {"cpu": cpu.forward, "triton": from_triton("attention", "forward")}
+_FORWARD: Backends = {"cpu": cpu.forward, "triton": from_triton("attention", "forward"), "vendor": vendor.forward}
 _DELTA: Backends = {"cpu": cpu.delta, "triton": from_triton("attention", "delta")}
 _QUERY_GRADIENT: Backends = {"cpu": cpu.query_gradient, "triton": from_triton("attention", "query_gradient")}
 _KEY_GRADIENT: Backends = {"cpu": cpu.key_gradient, "triton": from_triton("attention", "key_gradient")}

@@ -9,25 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
-from rlk.kernels._native.build import cache_root
+from rlk.kernels.certificate import Certificates, VendorNotCertified, card
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 _MOST_ALIGNED = 256
 """Bytes beyond which the library asks for no alignment."""
 _SEED = 20_011
-
-
-class VendorNotCertified(RuntimeError):
-    """The vendor's library adds in another order than the contract, or was not certified before a graph capture."""
 
 
 class VendorLibrary:
@@ -71,8 +64,7 @@ def certify(
     host wait; under graph capture it is refused instead.
     """
     problem = _problem(a, b, out_dtype)
-    known = _known(a.device.index)
-    if problem in known:
+    if problem in CERTIFICATES.known(a.device.index):
         return
     if _capturing(a):
         raise VendorNotCertified(f"det_gemm: {problem} is not certified: run it once before the graph is captured")
@@ -84,8 +76,7 @@ def certify(
                 f"det_gemm: cuBLASLt {LIBRARY.version} differs from the canonical chain in {differing} of {found.numel()} elements "
                 f"on {kind} inputs of {problem}: use backend 'triton'"
             )
-    known.add(problem)
-    _keep(a.device.index, problem)
+    CERTIFICATES.keep(a.device.index, problem)
 
 
 def _capturing(x: torch.Tensor) -> bool:
@@ -142,33 +133,12 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
-@functools.cache
-def _known(device: int) -> set[str]:
-    file = _file(device)
-    return set(json.loads(file.read_text())["certified"]) if file.exists() else set()
-
-
-def _keep(device: int, problem: str) -> None:
-    file = _file(device)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{file}.lock"):
-        kept = json.loads(file.read_text()) if file.exists() else {**_where(device), "certified": []}
-        kept["certified"] = sorted({*kept["certified"], problem})
-        partial = file.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps(kept, indent=1) + "\n")
-        partial.rename(file)
-
-
-@functools.cache
 def _where(device: int) -> dict[str, str]:
     """What a certificate holds for: card, driver, library and the source of both sides."""
     from rlk.kernels.det_gemm.triton import SOURCE
 
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()[0]
     return {
-        "card": torch.cuda.get_device_name(device),
-        "driver": driver,
+        **card(device),
         "library": f"cuBLASLt {LIBRARY.version}",
         "torch": torch.__version__,
         "vendor": LIBRARY.kernel_id,
@@ -177,6 +147,4 @@ def _where(device: int) -> dict[str, str]:
     }
 
 
-def _file(device: int) -> Path:
-    named = hashlib.sha256(json.dumps(_where(device), sort_keys=True).encode()).hexdigest()[:16]
-    return cache_root().with_name("vendor") / f"det_gemm-{named}.json"
+CERTIFICATES = Certificates("det_gemm", _where)

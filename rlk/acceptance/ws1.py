@@ -72,4 +72,6 @@ def _why_not(platform: Platform, name: str, backend: str, judgment: Judgment) ->
         return "no vendor library is certified on gfx942"
     if name not in VENDOR:
         return "no vendor library computes this operator in the contract's order"
-    return "the certified vendor attention has no backward pass" if judgment.gradient and not VENDOR[name] else ""
+    if judgment.gradient and not VENDOR[name]:
+        return "the vendor library has no backward pass: gradients of its family are the triton backend's kernels, judged there"
+    return ""

@@ -1,0 +1,185 @@
+"""FlashAttention 3 with one split on a card: the bytes of the family vendor-one-split, its certification, planted faults and times.
+
+    OUT=. PYTHONPATH=. python tests/gpu/check_vendor_attention.py [section ...]
+
+Needs vLLM for CUDA. Writes $OUT/check_vendor_attention.json and exits 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+os.environ["FAMILY"] = "vendor-one-split"
+
+import check_attention as family
+import torch
+from check_attention import DIM, HEADS, KV_HEADS, SCALE, Inputs, Pages, forward, gradients, make, offsets
+from report import Report, graphed, main
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from rlk.kernels.attention import attention, paged_attention
+from rlk.kernels.attention.vendor import CALLS
+from rlk.kernels.attention.vendor_certificate import CERTIFICATES, certify
+from rlk.kernels.attention.vendor_library import LIBRARY
+from rlk.kernels.certificate import VendorNotCertified
+
+
+@contextmanager
+def library(**changed: Any) -> Iterator[None]:
+    """The library called with other arguments, by their names in its own schema."""
+    honest = LIBRARY._function
+    names = [argument.name for argument in honest._schema.arguments]
+
+    def call(*arguments: Any) -> Any:
+        return honest(*(changed.get(name, value) for name, value in zip(names, arguments, strict=True)))
+
+    LIBRARY.__dict__["_function"] = call
+    try:
+        yield
+    finally:
+        LIBRARY.__dict__["_function"] = honest
+
+
+@contextmanager
+def uncertified() -> Iterator[None]:
+    """As on a card where nothing was certified before."""
+    before = os.environ.get("RLK_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["RLK_CACHE_DIR"] = folder
+        CERTIFICATES.forget()
+        try:
+            yield
+        finally:
+            CERTIFICATES.forget()
+            del os.environ["RLK_CACHE_DIR"]
+            if before is not None:
+                os.environ["RLK_CACHE_DIR"] = before
+
+
+def certificate(report: Report) -> None:
+    """Every kind of call is certified; other orders and a capture before it are refused."""
+    with uncertified():
+        for heads, kv_heads, dim in ((32, 8, 128), (16, 8, 32), (16, 2, 128), (4, 1, 128), (8, 2, 64)):
+            for page in (None, 16, 64):
+                began = time.perf_counter()
+                try:
+                    certify(torch.empty(1, heads, dim, device="cuda"), kv_heads, page, CALLS)
+                    torch.cuda.synchronize()
+                    report.holds("certified", True, case=f"{heads}/{kv_heads}/{dim} {page}", seconds=round(time.perf_counter() - began, 2))
+                except VendorNotCertified as error:
+                    report.holds("certified", False, says=str(error))
+    for name, dim, changed in (("automatic splits", 128, {"num_splits": 0}), ("three splits", 128, {"num_splits": 3})):
+        for page in (None, 16):
+            with uncertified(), library(**changed):
+                _refused(report, f"{name}, {page}", torch.empty(1, 32, dim, device="cuda"), page)
+    b, cu = make(64), offsets((64,))
+    with uncertified():
+        forward(b, (64,))
+        CERTIFICATES.forget()
+        os.environ["RLK_CACHE_DIR"] += "/empty"
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                attention(b.q, b.k, b.v, cu, scale=SCALE, kv_tile=128, kv_split=0, backend="vendor")
+            report.holds("nothing is certified during a capture", False)
+        except VendorNotCertified as error:
+            report.holds("nothing is certified during a capture", True, says=str(error))
+
+
+def _refused(report: Report, name: str, q: torch.Tensor, page: int | None) -> None:
+    try:
+        certify(q, KV_HEADS, page, CALLS)
+        report.holds(f"planted: {name}", False)
+    except VendorNotCertified as error:
+        report.holds(f"planted: {name}", True, says=str(error))
+
+
+def planted(report: Report) -> None:
+    """Faults that the byte comparisons of this family must see."""
+    b = make(2500)
+    right = forward(b, (2500,))
+    pages = Pages(b, 16)
+    spans = [(n - 1, n) for n in range(1000, 2500, 137)]
+    wanted = right[[n - 1 for _, n in spans]]
+    report.same("control of the next", "decode", torch.cat([pages.run(b.q, [span]) for span in spans]), wanted)
+    with library(num_splits=0):
+        report.differs("decode with automatic splits", torch.cat([pages.run(b.q, [span]) for span in spans]), wanted)
+    rows = torch.arange(2500, device="cuda") < 300
+    poisoned = Inputs(*(torch.where(rows[:, None, None], x, torch.nan) for x in b))
+    report.same("NaN in the next sequence does not show", "300", forward(poisoned, (300, 2200))[:300], right[:300])
+    leaves = gradients(poisoned, (300, 2200))
+    for name, got, want in zip("qkv", leaves, gradients(b.at(slice(0, 300)), (300,)), strict=True):
+        report.same("NaN in the next sequence does not show", f"d{name}", got[:300], want)
+    everything = torch.zeros(2500, dtype=torch.int64, device="cuda")
+    report.holds("empty sequences", bool((forward(b, (0, 2500, 0)) == right).all()), rows=len(everything))
+
+
+def _prefill(report: Report, n: int, batch: int) -> None:
+    b, cu = make(n * batch), offsets((n,) * batch)
+    q, k, v = (x.view(batch, n, -1, DIM).transpose(1, 2) for x in b[:3])
+    starts = cu.int()
+    raw = partial(LIBRARY.forward, b.q, b.k, b.v, scale=SCALE, q_starts=starts, k_starts=starts, most_rows=n, most_keys=n)
+    run = partial(attention, b.q, b.k, b.v, cu, scale=SCALE)
+    arms: dict[str, Callable[[], Any]] = {
+        "fa3 one split": graphed(partial(run, kv_tile=128, kv_split=0, backend="vendor"))[0],
+        "library alone": graphed(raw)[0],
+        "triton 64/1024": graphed(partial(run, kv_tile=64, kv_split=1024, backend="triton"))[0],
+        "sdpa": graphed(lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True))[0],
+    }
+    with library(num_splits=0):
+        arms["fa3 automatic"] = graphed(raw)[0]
+    report.timed(f"prefill {n} x {batch}", arms, gflop=4 * HEADS * DIM * batch * n * n / 2 / 1e9)
+
+
+def _decode(report: Report, n: int, batch: int) -> None:
+    cache = torch.randn(batch * n // 16, KV_HEADS, 16, 2 * DIM, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(len(cache), device="cuda").int().view(batch, -1)
+    q, starts, ends = make(batch).q, torch.arange(batch + 1, device="cuda"), torch.full((batch,), n, device="cuda")
+    run = partial(paged_attention, q, cache, table, starts, ends, scale=SCALE)
+    one = partial(run, kv_tile=128, kv_split=0, backend="vendor")
+    arms: dict[str, Callable[[], Any]] = {
+        "fa3 one split": graphed(one)[0],
+        "triton 64/1024": graphed(partial(run, kv_tile=64, kv_split=1024, backend="triton"))[0],
+    }
+    with library(num_splits=0):
+        arms["fa3 automatic"] = graphed(one)[0]
+    if batch * n <= 1 << 18:  # it reads keys in one piece
+        keys = cache[table.long()].transpose(1, 2).flatten(2, 3)
+        k, v = keys[..., :DIM].contiguous(), keys[..., DIM:].contiguous()
+        arms["sdpa"] = graphed(lambda: sdpa(q[:, :, None], k, v, enable_gqa=True))[0]
+    report.timed(f"decode {batch} x {n}", arms, megabytes=4 * n * batch * KV_HEADS * DIM / 1e6)
+
+
+def times(report: Report) -> None:
+    """The family's operator beside the library alone and with automatic splits, the Triton family and torch."""
+    b, cu = make(64), offsets((64,))
+    table, starts = torch.zeros(64, 4, dtype=torch.int32, device="cuda"), torch.arange(65, device="cuda")
+    cache = torch.zeros(1, KV_HEADS, 16, 2 * DIM, device="cuda").bfloat16()
+    arms: dict[str, Callable[[], Any]] = {}
+    for backend, tile, split in (("vendor", 128, 0), ("triton", 64, 1024)):
+        sizes: dict[str, Any] = {"scale": SCALE, "kv_tile": tile, "kv_split": split, "backend": backend}
+        arms[f"attention {backend}"] = partial(attention, b.q, b.k, b.v, cu, **sizes)
+        arms[f"paged {backend}"] = partial(paged_attention, b.q, cache, table, starts, starts[1:], **sizes)
+    report.host_time("host time of a call", arms)
+    for n, batch in ((512, 8), (2048, 4), (8192, 1), (32768, 1)):
+        _prefill(report, n, batch)
+    for n, batch in ((1024, 1), (8192, 1), (32768, 1), (1024, 32), (8192, 32), (32768, 32)):
+        _decode(report, n, batch)
+
+
+SECTIONS = {
+    run.__name__: run
+    for run in (
+        certificate, family.accuracy, family.lengths_short, family.prefills_short, family.lengths_long, family.chunks, family.layouts,
+        planted, family.repetitions, times,
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    main("check_vendor_attention", SECTIONS)
