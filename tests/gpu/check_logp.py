@@ -195,10 +195,10 @@ def fused_bytes(report: Report) -> None:
 
 def repetitions(report: Report) -> None:
     r = make(64)
-    report.repeats("logp repeated", 200, lambda: score(r))
+    report.repeats("logp repeated", 1000, lambda: score(r))
     h, w = _head(64)
     run = lambda: batch_invariant_logp_with_lse(h, w, r.ids, r.temperature, **SIZES)
-    report.repeats("batch_invariant_logp repeated", 200, run)
+    report.repeats("batch_invariant_logp repeated", 1000, run)
     for name, call in (("logp", lambda: logp_with_lse(r.logits, r.ids, r.temperature, **SIZES)), ("batch_invariant_logp", run)):
         eager = [x.clone() for x in call()]
         replay, captured = graphed(call)

@@ -23,7 +23,7 @@ from rlk.kernels.silu import silu
 from rlk.kernels.swiglu import swiglu
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
-REPETITIONS = 200
+REPETITIONS = 1000
 LENGTHS = (100, 65, 11, 80)
 
 

@@ -1,62 +1,129 @@
-"""Every attention and logp kernel once at small shapes, to run under compute-sanitizer.
+"""Runs every Triton operator once at small shapes, for a memory checker (``check_memory.py``):
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool memcheck python tests/gpu/small_shapes.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool memcheck python3 tests/gpu/small_shapes.py
+
+Arguments name parts. Shapes are odd on purpose: rows, columns, depths, keys and vocabularies that end inside a tile, rows enough for leaves
+in registers and for parked ones.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from rlk.contract.topology import token_leaves
-from rlk.kernels.attention import attention_with_lse, paged_attention
-from rlk.kernels.attention import triton as attention
-from rlk.kernels.attention.triton import Tiles
+from rlk.kernels.attention import attention, paged_attention
 from rlk.kernels.batch_invariant_logp import batch_invariant_logp_weight_grad, batch_invariant_logp_with_lse
+from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad
+from rlk.kernels.embedding import embedding, embedding_weight_grad
+from rlk.kernels.lm_head import lm_head
 from rlk.kernels.logp import logp_with_lse
+from rlk.kernels.pack import pack, unpack
+from rlk.kernels.qk_norm import qk_norm, qk_norm_gamma_grad
+from rlk.kernels.rms_norm import rms_norm, rms_norm_gamma_grad
+from rlk.kernels.rope import rope
+from rlk.kernels.silu import silu
+from rlk.kernels.swiglu import swiglu
 
-draw = lambda *shape: torch.randn(*shape, device="cuda")
+LENGTHS = (11, 16, 13, 19)
+TOKENS = sum(LENGTHS)
+
+
+def make(*size: int) -> torch.Tensor:
+    return torch.randn(*size, device="cuda").bfloat16().requires_grad_()
+
+
+def leaves(lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, torch.Tensor]:
+    order = token_leaves(lengths)
+    return torch.tensor(order.index, device="cuda"), torch.tensor(order.offsets, device="cuda")
+
+
+def products(splits: int, rows: int) -> None:
+    for depth, columns in ((512, 136), (72, 40)):
+        det_gemm(make(rows, depth), make(columns, depth).detach(), splits=splits, grad_splits=splits).sum().backward()
+
+
+def token_product(columns: int) -> None:
+    det_gemm_weight_grad(make(TOKENS, 264).detach(), make(TOKENS, columns).detach(), *leaves())
+
+
+def norms() -> None:
+    for width in (4096, 96):
+        x = make(TOKENS, width)
+        rms_norm(x, x[0].detach(), 1e-6).sum().backward()
+        rms_norm_gamma_grad(x.detach(), x.detach(), 1e-6, *leaves())
+    heads = make(TOKENS, 8, 128)
+    qk_norm(heads, heads[0, 0].detach(), 1e-6).sum().backward()
+    qk_norm_gamma_grad(heads.detach(), heads.detach(), 1e-6, *leaves(), 8)
+
+
+def elementwise() -> None:
+    rope(make(TOKENS, 8, 128), torch.arange(TOKENS, device="cuda"), torch.randn(2, 64, 64, device="cuda")).sum().backward()
+    silu(make(5, 300)).sum().backward()
+    swiglu(make(TOKENS, 2 * 8 * 24), 8).sum().backward()
+
+
+def rows() -> None:
+    ids, weight = torch.randint(50, (TOKENS,), device="cuda"), make(64, 300).detach()
+    embedding(ids, weight, 50)
+    embedding_weight_grad(ids, make(TOKENS, 300).detach(), *leaves(), 64)
+    mask = torch.arange(20, device="cuda")[None] < torch.tensor(LENGTHS, device="cuda")[:, None]
+    pack(unpack(make(TOKENS, 33), mask), mask).sum().backward()
 
 
 def attend(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int, tile: int, split: int) -> None:
-    rows, cu = sum(lengths), torch.tensor([0, *lengths], device="cuda").cumsum(0)
-    q, k, v, do = (draw(rows, h, dim).bfloat16() for h in (heads, kv_heads, kv_heads, heads))
-    out, lse2 = attention_with_lse(q, k, v, cu, scale=dim**-0.5, kv_tile=tile, kv_split=split)
-    for m, programs in ((16, 3), (128, 1)):
-        packed, whole = attention.packed(k, v), attention.whole(cu)
-        attention.run_forward("attention", q, packed, whole, dim**-0.5, tile, split, True, Tiles(m, tile, 4, 2), programs)
-    torch.ops.rlk.attention_backward(q, k, v, out, lse2, do, cu, dim**-0.5)
+    """Training with its gradients, then over pages: each sequence's last row alone (decoding), then all rows that fit (prefill)."""
+    order, offsets = {"scale": dim**-0.5, "kv_tile": tile, "kv_split": split}, torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    q, k, v = make(sum(lengths), heads, dim), make(sum(lengths), kv_heads, dim), make(sum(lengths), kv_heads, dim)
+    attention(q, k, v, offsets, **order).sum().backward()
     page = 16
-    cache = draw(len(lengths) * 8, kv_heads, page, 2 * dim).bfloat16()
-    table = torch.arange(len(cache), dtype=torch.int32, device="cuda").view(len(lengths), 8)
-    ends = torch.tensor(lengths, device="cuda").clamp(max=8 * page)
-    starts = torch.arange(len(lengths) + 1, device="cuda")
-    paged_attention(q[: len(lengths)], cache, table, starts, ends, scale=dim**-0.5, kv_tile=tile, kv_split=split)
+    pages = -(-max(lengths) // page)
+    cache = make(len(lengths) * pages, kv_heads, page, 2 * dim).detach()
+    table = torch.arange(len(cache), dtype=torch.int32, device="cuda").view(len(lengths), pages)
+    ends = torch.tensor(lengths, device="cuda")
+    paged_attention(q[: len(lengths)].detach(), cache, table, torch.arange(len(lengths) + 1, device="cuda"), ends, **order)
+    paged_attention(q.detach(), cache, table, offsets, ends, **order)
 
 
-def score(rows: int, vocab: int, padded: int, hidden: int) -> None:
-    h, w = draw(rows, hidden).bfloat16(), draw(padded, hidden).bfloat16()
-    ids, temperature, seed = torch.randint(0, vocab, (rows,), device="cuda"), torch.rand(rows, device="cuda") + 0.5, draw(rows)
-    support = torch.rand(rows, padded, device="cuda") < 0.2
-    support[:, vocab:] = False
-    support[torch.arange(rows, device="cuda"), ids] = True
-    active = torch.arange(rows, device="cuda") % 3 != 1
-    leaves = token_leaves((rows,))
-    index, offsets = torch.tensor(leaves.index, device="cuda"), torch.tensor(leaves.offsets, device="cuda")
-    sizes = {"vocab_size": vocab, "padded_vocab": padded}
-    for on, mask in ((None, None), (support, active)):
-        logits = draw(rows, padded).requires_grad_()
-        logp_with_lse(logits, ids, temperature, **sizes, support=on, active=mask)[0].backward(seed)
-        leaf = h.clone().requires_grad_()
-        out, lse = batch_invariant_logp_with_lse(leaf, w, ids, temperature, **sizes, support=on, active=mask)
-        out.backward(seed)
-        batch_invariant_logp_weight_grad(
-            h, w, ids, temperature, lse, seed, index, offsets, vocab_size=vocab, support=on, active=mask
-        )  # fmt: skip
+def score(tokens: int, vocab: int, padded: int, hidden: int, supported: bool) -> None:
+    h, w = make(tokens, hidden), make(padded, hidden).detach()
+    ids, temperature = torch.randint(0, vocab, (tokens,), device="cuda"), torch.rand(tokens, device="cuda") + 0.5
+    seed, sizes = torch.randn(tokens, device="cuda"), {"vocab_size": vocab, "padded_vocab": padded}
+    support = active = None
+    if supported:
+        support = torch.rand(tokens, padded, device="cuda") < 0.2
+        support[:, vocab:] = False
+        support[torch.arange(tokens, device="cuda"), ids] = True
+        active = torch.arange(tokens, device="cuda") % 3 != 1
+    logits = torch.randn(tokens, padded, device="cuda").requires_grad_()
+    logp_with_lse(logits, ids, temperature, **sizes, support=support, active=active)[0].backward(seed)
+    out, lse = batch_invariant_logp_with_lse(h, w, ids, temperature, **sizes, support=support, active=active)
+    out.backward(seed)
+    batch_invariant_logp_weight_grad(
+        h.detach(), w, ids, temperature, lse, seed, *leaves((tokens,)), vocab_size=vocab, support=support, active=active
+    )  # fmt: skip
 
+
+PARTS: dict[str, Callable[[], None]] = {
+    **{f"plain {count}": partial(products, 1, count) for count in (1, 59, 300, 520)},
+    **{f"split {count}": partial(products, 8, count) for count in (1, 59, 300, 520)},
+    "tokens": partial(token_product, 136),
+    "tokens, odd columns": partial(token_product, 37),
+    "lm_head": lambda: lm_head(make(TOKENS, 96), make(264, 96).detach()).sum().backward(),
+    "norms": norms,
+    "elementwise": elementwise,
+    "rows": rows,
+    "attention, splits": partial(attend, (1, 33, 70), 8, 2, 64, 32, 64),
+    "attention, one split": partial(attend, (45, 19), 6, 2, 128, 64, 0),
+    "logp": partial(score, 5, 1000, 1024, 64, False),
+    "logp, supports": partial(score, 5, 1000, 1024, 64, True),
+}
 
 if __name__ == "__main__":
-    attend((1, 33, 70), 8, 2, 64, 32, 64)
-    attend((45, 19), 6, 2, 128, 64, 0)
-    score(5, 1000, 1024, 64)
-    torch.cuda.synchronize()
-    print("ran")
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name]()
+        torch.cuda.synchronize()
+        print(f"{name} ran", flush=True)
