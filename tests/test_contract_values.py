@@ -39,6 +39,12 @@ def test_numerics_refuses(fields: dict[str, Any], message: str) -> None:
         Numerics(**fields)
 
 
+def test_the_vendor_family_asks_for_the_vendor_on_a_card_only() -> None:
+    vendor = Numerics(kv_split=0, attention_family="vendor-one-split")
+    assert [vendor.attention_backend(device) for device in ("cpu", "cuda")] == [None, "vendor"]
+    assert [DEFAULT.attention_backend(device) for device in ("cpu", "cuda")] == [None, None]
+
+
 def test_every_value_that_fixes_bytes_is_recorded() -> None:
     record = DEFAULT.record(vocab_size=151936, backend="cpu")
     assert record == {

@@ -80,6 +80,13 @@ class Numerics:
         if self.vocab_tile <= 0:
             raise ContractError(f"vocab_tile={self.vocab_tile} must be positive")
 
+    def attention_backend(self, device: str) -> str | None:
+        """Backend of attention on a device type: the certified library's where the family is its own, None for the device's.
+
+        A CPU has no such library: there the family is one split of the CPU backend, whose bytes are compared with its own only.
+        """
+        return "vendor" if self.attention_family == "vendor-one-split" and device == "cuda" else None
+
     def as_dict(self) -> dict[str, int | str]:
         """Plain fields plus the contract version, as recorded with results."""
         return {"contract_version": CONTRACT_VERSION, **asdict(self)}

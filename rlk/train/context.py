@@ -68,7 +68,8 @@ class ContextAttention(torch.autograd.Function):
         k_whole, v_whole = (context.whole(t) for t in cp.all_gather_many([k, v]))
         q_real = q[context.real]
         sizes: dict[str, Any] = {"scale": scale, "kv_tile": numerics.kv_tile, "kv_split": numerics.kv_split}
-        out, lse2 = attend(q_real, k_whole, v_whole, context.segments, **sizes)
+        backend = numerics.attention_backend(q.device.type)
+        out, lse2 = attend(q_real, k_whole, v_whole, context.segments, **sizes, backend=backend)
         ctx.save_for_backward(q, k, v, k_whole, v_whole, out, lse2)
         ctx.context, ctx.cp, ctx.scale = context, cp, scale
         return context.scatter(out, len(q))

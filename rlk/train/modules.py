@@ -161,7 +161,10 @@ class StrictAttention(MegatronModule):
         if batch.context is not None:
             result: torch.Tensor = ContextAttention.apply(q, k, v, batch.context, self.config.parallel.cp, scale, numerics)
             return result.flatten(1)
-        return attention(q, k, v, batch.cu_seqlens, scale=scale, kv_tile=numerics.kv_tile, kv_split=numerics.kv_split).flatten(1)
+        return attention(
+            q, k, v, batch.cu_seqlens, scale=scale, kv_tile=numerics.kv_tile, kv_split=numerics.kv_split,
+            backend=numerics.attention_backend(q.device.type),
+        ).flatten(1)  # fmt: skip
 
 
 class StrictLayer(TransformerLayer):

@@ -62,4 +62,5 @@ class Step:
         return paged_attention(
             q, kv, self._table, self._starts, self.positions + 1,
             scale=self._scale, kv_tile=self._numerics.kv_tile, kv_split=self._numerics.kv_split,
+            backend=self._numerics.attention_backend(q.device.type),
         ).flatten(1)  # fmt: skip
