@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 REQUIRED = {cell.cell_id: cell for cell in ws1_cells("cuda") if cell.required}
 DIGEST = re.compile(r"[0-9a-f]{64}")
 PLACES = {"run_id", "date", "command", "commit", "dirty", "tree_digest", "card", "driver", "cuda", "packages"}
-OUTCOMES = {"verdict", "required", "green", "red", "missing", "elements_compared", "kernels", "vendor", "files"}
+OUTCOMES = {"required", "green", "red", "missing", "elements_compared", "kernels", "vendor", "files"}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,6 @@ def test_every_required_cell_is_green_red_or_missing_once(summary: dict[str, Any
     assert len(named) == len(set(named)) == summary["required"]
     assert set(named) == set(REQUIRED)
     assert all(isinstance(reason, str) and reason for reason in summary["red"].values())
-    expected = "FAIL" if summary["red"] else "MISSING" if summary["missing"] else "PARTIAL"
-    assert summary["verdict"] == expected
     assert summary["elements_compared"] > 0
 
 
@@ -64,11 +62,12 @@ def test_kernels_are_well_formed_and_cover_the_green_cells(summary: dict[str, An
         assert {(cell.backend, op) for _, op in cell.strict} <= ran, cell_id
 
 
-def test_digests_and_the_certificate_are_well_formed(summary: dict[str, Any]) -> None:
+def test_digests_and_the_certificates_are_well_formed(summary: dict[str, Any]) -> None:
     assert {"cells.jsonl", "environment.json", "report.json"} <= set(summary["files"])
     assert all(DIGEST.fullmatch(digest) for digest in summary["files"].values())
-    vendor = summary["vendor"]
-    assert vendor["certified"] > 0
-    assert (vendor["card"], vendor["driver"]) == (summary["card"], summary["driver"])
-    assert {vendor["vendor"], vendor["chain"]} <= set(summary["kernels"])
-    assert re.fullmatch(r"cuBLASLt \d{6}", vendor["library"])
+    assert set(summary["vendor"]) == {REQUIRED[cell_id].subject for cell_id in summary["green"] if "-vendor/" in cell_id} - {"lm_head"}
+    for operator, vendor in summary["vendor"].items():
+        assert vendor["certified"] > 0
+        assert (vendor["card"], vendor["driver"]) == (summary["card"], summary["driver"])
+        assert {vendor["vendor"], *filter(None, [vendor.get("chain")])} <= set(summary["kernels"]), operator
+        assert re.fullmatch(r"cuBLASLt \d{6}|FlashAttention 3 of vLLM [\d.]+", vendor["library"])

@@ -29,7 +29,7 @@ GATE: pytest.StashKey[Gate] = pytest.StashKey()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rlk", "rlk acceptance")
     group.addoption("--cell", action="append", default=[], metavar="ID", help="run one cell (repeatable); such a session ends PARTIAL")
-    group.addoption("--shard", metavar="I/N", help="run part I of N; ends PARTIAL, joined by `rlk validate --merge`")
+    group.addoption("--shard", metavar="I/N", help="run part I of N (of --scope, if named); ends PARTIAL, joined by `rlk validate --merge`")
     group.addoption(
         "--scope",
         action="append",

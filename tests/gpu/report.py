@@ -210,7 +210,7 @@ def main(name: str, sections: dict[str, Callable[[Report], None]], alone: str = 
     if alone in given.sections:
         report.run(alone, sections[alone])
     found[alone] = report.facts()
-    joined = {key: sorted({x for part in found.values() for x in part[key]}) for key in ("failed", "kernels", "operators")}
+    joined: dict[str, Any] = {key: sorted({x for part in found.values() for x in part[key]}) for key in ("failed", "kernels", "operators")}
     joined |= {key: {k: v for part in found.values() for k, v in part[key].items()} for key in ("checks", "times")}
     result = {
         "name": name, "date": time.strftime("%Y-%m-%d", time.gmtime(started)), **environment(), "seconds": round(time.time() - started, 1),

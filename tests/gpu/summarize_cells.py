@@ -1,8 +1,8 @@
-"""Writes the summary of an operator session on a card, small enough to keep with the sources:
+"""Writes the summary of an operator run on a card, small enough to keep with the sources:
 
-    python tests/gpu/summarize_cells.py <run directory> <certificate of the vendor library> benchmarks/results/ws1_h200.json
+    python tests/gpu/summarize_cells.py <run directory> <folder of vendor certificates> <command> benchmarks/results/ws1_h200.json
 
-The run directory itself stays the evidence; the summary names its files by digest.
+The run directory itself, one session's or joined from shards, stays the evidence; the summary names its files by digest.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from rlk.acceptance.validate import validate_run
 from rlk.evidence.rundir import RunDirectory
 from rlk.evidence.schema import Report, Status
 
+SCOPE = "ws1"
 
-def summarize(directory: Path, certificate: Path) -> dict[str, Any]:
+
+def summarize(directory: Path, certificates: Path, command: str) -> dict[str, Any]:
     """What ran, where, on which sources, and how every cell ended. Raises ValueError for a directory that does not hold together."""
     if problems := validate_run(directory):
         raise ValueError(f"{directory}: {problems[0]}")
-    certified = json.loads(certificate.read_text())
     report = Report.model_validate_json((directory / "report.json").read_bytes())
     environment, gpu = report.environment, report.environment["gpus"][0]
-    ended = {status: [r for r in report.records if r.status is status] for status in Status}
+    records = [r for r in report.records if r.cell_id.split("/")[1] == SCOPE]
+    ended = {status: [r for r in records if r.status is status] for status in Status}
     used = {(use.op, use.backend, use.kernel_id) for record in ended[Status.PASS] for use in record.kernels}
     return {
         "run_id": report.run_id,
         "date": report.started_at[:10],
-        "command": report.command,
+        "command": command,
         "commit": report.provenance.sha,
         "dirty": report.provenance.dirty,
         "tree_digest": report.provenance.tree_digest,
@@ -37,18 +39,23 @@ def summarize(directory: Path, certificate: Path) -> dict[str, Any]:
         "driver": gpu["driver_clocks_power"].split(",")[0],
         "cuda": environment["cuda"],
         "packages": environment["packages"],
-        "verdict": report.verdict.status,
-        "required": len(report.records),
+        "required": len(records),
         "green": [r.cell_id for r in ended[Status.PASS]],
         "red": {r.cell_id: r.reasons[0] for r in ended[Status.FAIL]},
         "missing": [r.cell_id for r in ended[Status.MISSING]],
-        "elements_compared": sum(r.elements for r in report.records),
+        "elements_compared": sum(r.elements for r in records),
         "kernels": {kernel_id: sorted(op for op, _, k in used if k == kernel_id) for kernel_id in sorted({k for *_, k in used})},
-        "vendor": {**certified, "certified": len(certified["certified"])},
+        "vendor": {path.name.rpartition("-")[0]: _certificate(path) for path in sorted(certificates.glob("*.json"))},
         "files": RunDirectory(directory).digests(),
     }
 
 
+def _certificate(path: Path) -> dict[str, Any]:
+    """What a certificate holds for, and how many problems it names."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return {**found, "certified": len(found["certified"])}
+
+
 if __name__ == "__main__":
-    run, certificate, target = map(Path, sys.argv[1:])
-    target.write_text(json.dumps(summarize(run, certificate), indent=1) + "\n")
+    run, folder, asked, target = sys.argv[1:]
+    Path(target).write_text(json.dumps(summarize(Path(run), Path(folder), asked), indent=1) + "\n")
