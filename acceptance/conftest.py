@@ -7,21 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from acceptance.engines import Runs, tiny_checkpoint
+from acceptance.engines import Runs, snapshot_checkpoint
 from acceptance.topologies import Topologies, scratch_runs
+from rlk.acceptance.cell import Platform
 from rlk.loop.cluster import Cluster
 
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Runs of the loop on engines that start once and serve every cell."""
-    root = Path(request.config.rootpath)
-    checkpoint = tiny_checkpoint(root)
-    with Cluster() as cluster:
-        yield Runs(cluster, checkpoint, root / "artifacts" / "runs", tmp_path_factory.mktemp("traces"))
+    platform: Platform = request.config.option.markexpr
+    with Cluster(device="cpu" if platform == "cpu" else "cuda") as cluster:
+        yield Runs(cluster, platform, Path(request.config.rootpath), tmp_path_factory.mktemp("traces"))
+
+
+@pytest.fixture(scope="session")
+def snapshot(request: pytest.FixtureRequest) -> Path:
+    """The pinned published weights; cells that need them are missing without."""
+    return snapshot_checkpoint(Path(request.config.rootpath))
 
 
 @pytest.fixture(scope="session")
 def topologies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topologies]:
     """One pool of workers and one checkpoint for every topology."""
-    yield from scratch_runs(tiny_checkpoint(Path(request.config.rootpath)), tmp_path_factory.mktemp("topologies"))
+    platform: Platform = request.config.option.markexpr
+    yield from scratch_runs(Path(request.config.rootpath), tmp_path_factory.mktemp("topologies"), platform)

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
 
-from rlk.acceptance.cell import Cell
+from acceptance.chain import Chain, on_card, on_cpu
+from rlk.acceptance.cell import Cell, Platform
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.matrix import ROLLOUT_TP2
-from rlk.contract.records import Request, Response
+from rlk.acceptance.matrix import CHAIN_MODEL, ROLLOUT_TP2, SNAPSHOT_WORKLOAD, UPDATED_MODEL
+from rlk.contract.models import QWEN3_8B, QWEN3_8B_SNAPSHOT, ModelShape
 from rlk.contract.sampling import SamplingParams
-from rlk.contract.update import AdamParams, GrpoParams
 from rlk.contract.workloads import SAMPLING_ROWS, SamplingRow
 from rlk.evidence.bytes import Token
 from rlk.evidence.rundir import new_run_id
 from rlk.evidence.updates import Update, facts_of
-from rlk.loop.cluster import Cluster, Remote
+from rlk.loop.cluster import Cluster
 from rlk.loop.controller import run_loop
-from rlk.loop.plan import EngineMode, RunPlan, make_plan
+from rlk.loop.plan import EngineMode, RunPlan, make_plan, resolve_checkpoint
 from rlk.loop.prepare import prepare_tiny
 from rlk.loop.profile import DEFAULT_MODEL, Profile
 from rlk.loop.records import RunSummary, StepResult, logprobs_file
+from rlk.loop.synthetic import prepare_synthetic
+from rlk.model.weights import load_checkpoint
+
+T = TypeVar("T")
 
 PROMPTS, GROUP, KL_COEF = 8, 8, 1e-2
 """Of one update in an integration cell: 64 samples."""
 
-CHAIN_PROMPTS = (5, 16, 33, 64, 100, 129)
-"""Prompt lengths of the chain: below, at and above a page, a tile, a split and the token budget of one engine step."""
-CHAIN_TOKENS = 24
+CARD_CONTEXT = 4096
+"""Tokens of prompt and response together in the runs of a large model."""
 
 
 def tiny_checkpoint(root: Path) -> Path:
@@ -43,22 +47,37 @@ def tiny_checkpoint(root: Path) -> Path:
     return path
 
 
-class Runs:
-    """Every run that cells read, done at most once and in fresh directories under ``workspace``."""
+def synthetic_checkpoint(root: Path, shape: ModelShape) -> Path:
+    """Synthetic weights of Qwen3-8B at the depth of ``shape``, prepared now if nobody has; a run verifies them before it starts."""
+    path = root / "artifacts" / "models" / f"{shape.name}-synthetic"
+    if not path.exists():
+        prepare_synthetic(QWEN3_8B.name, path, layers=shape.layers)
+    return path
 
-    def __init__(self, cluster: Cluster, checkpoint: Path, workspace: Path, scratch: Path) -> None:
-        self.cluster, self.checkpoint, self.workspace, self.scratch = cluster, checkpoint, workspace, scratch
+
+class Runs:
+    """Every run that cells of a platform read, done at most once and in fresh directories below ``root``."""
+
+    def __init__(self, cluster: Cluster, platform: Platform, root: Path, scratch: Path) -> None:
+        self.cluster, self.platform, self.root, self.scratch = cluster, platform, root, scratch
         self._session = new_run_id()
-        self._done: dict[str, RunSummary | Exception] = {}
-        self._chain: Chain | None = None
+        self._done: dict[str, Any] = {}
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        """What the runs start from."""
+        return tiny_checkpoint(self.root) if self.platform == "cpu" else synthetic_checkpoint(self.root, UPDATED_MODEL[self.platform])
 
     def plan(self, name: str, sampling: SamplingParams, **profile: Any) -> RunPlan:
-        """A run of the tiny checkpoint as `rlk run` would resolve it."""
+        """A run of the platform's checkpoint as `rlk run` would resolve it."""
         given = {"prompts": PROMPTS, "group_size": GROUP, "kl_coef": KL_COEF, **profile}
+        if self.platform != "cpu":
+            given["context"] = CARD_CONTEXT
         return make_plan(
             Profile(
+                device=self.cluster.device,
                 model=self.checkpoint,
-                workspace=self.workspace,
+                workspace=self.root / "artifacts" / "runs",
                 run_id=f"acceptance-{self._session}-{name}",
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -68,7 +87,15 @@ class Runs:
             )
         )
 
-    def once(self, name: str, make: Callable[[], RunSummary]) -> RunSummary:
+    def run(self, plan: RunPlan, cluster: Cluster | None = None) -> RunSummary:
+        """Do a run. On a card its weights, which the engines have read back by then, go at its end: they would fill the disk."""
+        try:
+            return run_loop(plan, cluster or self.cluster, command="acceptance")
+        finally:
+            if self.platform != "cpu":
+                shutil.rmtree(plan.directory / "weights", ignore_errors=True)
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
         """The run called ``name``; one that failed before fails again with the same reason, it is not repeated."""
         if name not in self._done:
             try:
@@ -78,15 +105,14 @@ class Runs:
         done = self._done[name]
         if isinstance(done, Exception):
             raise done
-        return done
+        result: T = done
+        return result
 
     def integration(self, cell: Cell) -> RunSummary:
         """The run of an integration cell: a sampling row of the contract, on one or two rollout ranks."""
-        row = next(r for r in SAMPLING_ROWS if r.name == cell.workload.partition("-")[2])
+        row = next(r for r in SAMPLING_ROWS if r.name == cell.workload.rpartition("-")[2])
         ranks = 2 if cell.subject == ROLLOUT_TP2 else 1
-        return self.once(
-            f"{cell.subject}-{row.name}", lambda: run_loop(self._row_plan(cell.subject, row, ranks), self.cluster, command="acceptance")
-        )
+        return self.once(f"{cell.subject}-{row.name}", lambda: self.run(self._row_plan(cell.subject, row, ranks)))
 
     def _row_plan(self, subject: str, row: SamplingRow, ranks: int) -> RunPlan:
         # Greedy responses to one prompt are equal, so that row takes as many prompts as it takes samples.
@@ -99,15 +125,35 @@ class Runs:
 
         def make() -> RunSummary:
             plan = self.plan(name, SamplingParams(), steps=1, prompts=4, group_size=4)
-            return run_loop(plan.model_copy(update={"train_mode": train, "rollout_mode": rollout}), self.cluster, command="acceptance")
+            return self.run(plan.model_copy(update={"train_mode": train, "rollout_mode": rollout}))
 
         return self.once(name, make)
 
-    def chain(self) -> Chain:
-        """Traced passes of both engines over the same tokens."""
-        if self._chain is None:
-            self._chain = Chain.record(self)
-        return self._chain
+    def chain(self, cell: Cell) -> Chain:
+        """Traced passes of both engines over the same tokens, under the weights that the cell's workload names."""
+        scratch = self.scratch / cell.workload
+        return self.once(f"chain-{cell.workload}", lambda: self._chain(cell.workload, scratch))
+
+    def _chain(self, workload: str, scratch: Path) -> Chain:
+        scratch.mkdir()
+        if self.platform == "cpu":
+            return on_cpu(self.cluster, resolve_checkpoint(self.checkpoint), scratch)
+        shape = CHAIN_MODEL[self.platform]
+        path = snapshot_checkpoint(self.root) if workload == SNAPSHOT_WORKLOAD else synthetic_checkpoint(self.root, shape)
+        return on_card(self.cluster, resolve_checkpoint(path), shape.vocab_size, scratch)
+
+
+def snapshot_checkpoint(root: Path) -> Path:
+    """The pinned published weights. Raises FileNotFoundError or ValueError where they are absent, or not the pinned ones."""
+    pin, path = QWEN3_8B_SNAPSHOT, root / "artifacts" / "models" / QWEN3_8B.name
+    name = f"{pin.repository} at revision {pin.revision}"
+    if not path.is_dir():
+        raise FileNotFoundError(f"no snapshot of {name} in {path}: put it there")
+    if not pin.model_hash:
+        raise ValueError(f"the model hash of {name} is not pinned yet: record it in rlk/contract/models.py from a trusted download")
+    if (found := load_checkpoint(path).model_hash) != pin.model_hash:
+        raise ValueError(f"{path} hashes to {found}, pinned is {pin.model_hash}: download {name} again")
+    return path
 
 
 def hand_in_engines(evidence: Evidence, engines: Mapping[str, Mapping[str, Any]]) -> None:
@@ -149,71 +195,3 @@ def compare_logprobs(evidence: Evidence, summary: RunSummary) -> None:
 def hash_bytes(hexadecimal: str) -> torch.Tensor:
     """A model hash as uint8 [32]."""
     return torch.tensor(list(bytes.fromhex(hexadecimal)), dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Intermediates of three passes. decode: vLLM generating; prefill: vLLM reading the same tokens as prompts; train: Megatron scoring.
-
-    Each maps "{sample}/{name}" to rows, and "{sample}/{name}.positions" to the logical positions of these rows.
-    """
-
-    responses: tuple[Response, ...]
-    decode: Mapping[str, torch.Tensor]
-    prefill: Mapping[str, torch.Tensor]
-    train: Mapping[str, torch.Tensor]
-    engines: Mapping[str, Mapping[str, Any]]
-    model_hash: str
-
-    @classmethod
-    def record(cls, runs: Runs) -> Chain:
-        """Greedy generation, so that a prefill of the generated tokens predicts the same next token."""
-        plan = runs.plan("chain", SamplingParams(temperature=0.0, max_tokens=CHAIN_TOKENS))
-        rollout, train = runs.cluster.rollout("strict"), runs.cluster.train("strict")
-        served = open_engines(plan, rollout, train)
-        text = b"Add step by step: 3+8+5+9\n3+8=11;11+5=16;16+9=25;#25 " * 3
-        requests = [Request(i, tuple(text[i : i + n]), plan.sampling) for i, n in enumerate(CHAIN_PROMPTS)]
-        files = {name: runs.scratch / f"{name}.safetensors" for name in ("decode", "prefill", "train")}
-        responses = rollout.call("trace", requests, files["decode"])
-        once = SamplingParams(temperature=0.0, max_tokens=1)
-        again = [Request(r.sample_id, (*r.prompt_ids, *r.token_ids[:-1]), once) for r in responses]
-        rollout.call("trace", again, files["prefill"])
-        train.call("trace", requests, responses, files["train"])
-        engines = {"rollout": rollout.call("readback"), "train": train.call("readback")}
-        loaded = {name: load_file(path) for name, path in files.items()}
-        return cls(tuple(responses), loaded["decode"], loaded["prefill"], loaded["train"], engines, served)
-
-    def pairs(self, cell: Cell) -> Mapping[str, tuple[list[Token], torch.Tensor, list[Token], torch.Tensor]]:
-        """What a chain cell compares: per intermediate (of every layer) both sides' rows with their tokens."""
-        names = {key.partition("/")[2] for key in self.decode if not key.endswith(".positions")}
-        wanted = sorted(n for n in names if n.split(".")[-1] == cell.judgment)
-        return {n: self._sides(n, cell.subject) for n in wanted}
-
-    def _sides(self, name: str, subject: str) -> tuple[list[Token], torch.Tensor, list[Token], torch.Tensor]:
-        sides: tuple[list[Token], list[torch.Tensor], list[Token], list[torch.Tensor]] = ([], [], [], [])
-        for response in self.responses:
-            key = f"{response.sample_id}/{name}"
-            at = self.decode[f"{key}.positions"]
-            if subject == "train_vs_rollout":
-                mine, other = self.decode[key], self.train[key][at]
-            else:
-                # Generated positions only: the prompt's were prefilled on both sides.
-                keep = at >= len(response.prompt_ids)
-                found = self.prefill[f"{key}.positions"]
-                common = keep & torch.isin(at, found)
-                at, mine = at[common], self.decode[key][common]
-                other = self.prefill[key][torch.isin(found, at)]
-            tokens = [(response.sample_id, int(p)) for p in at]
-            for to, add in zip(sides, (tokens, [mine], tokens, [other])):
-                to.extend(add)
-        return sides[0], torch.cat(sides[1]), sides[2], torch.cat(sides[3])
-
-
-def open_engines(plan: RunPlan, rollout: Remote, train: Remote) -> str:
-    """Both engines on the plan's checkpoint under one version; returns the model hash that both read back."""
-    train.call("open", plan.checkpoint.path, plan.micro_batch_size, GrpoParams(), AdamParams())
-    version, served = rollout.call("open", plan.checkpoint.path, plan.checkpoint.context)
-    held = train.call("adopt", plan.checkpoint.path, version)
-    if held != (version, served):
-        raise RuntimeError(f"the trainer holds {held}, the rollout serves {(version, served)}")
-    return str(served)

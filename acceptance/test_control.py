@@ -21,7 +21,7 @@ from rlk.evidence.bytes import compare
 from rlk.evidence.schema import Status
 from rlk.kernels.registry import declared_kernels
 from rlk.loop.cluster import Cluster, Remote
-from rlk.loop.controller import RunFailed, run_loop
+from rlk.loop.controller import RunFailed
 from rlk.loop.plan import EngineMode
 from rlk.loop.records import RunSummary, logprobs_file
 
@@ -109,6 +109,7 @@ class _StaleCluster(Cluster):
 
     def __init__(self, cluster: Cluster, checkpoint: Path, *, lies: bool) -> None:
         self._cluster, self._checkpoint, self._lies = cluster, checkpoint, lies
+        self.device = cluster.device
 
     def rollout(self, mode: EngineMode, tp: int = 1) -> Remote:
         remote = self._cluster.rollout(mode, tp)
@@ -126,7 +127,7 @@ def test_stale_weight_version(cell: Cell, evidence: Evidence, runs: Runs) -> Non
     for lies, name in ((False, "old weights, said openly"), (True, cell.subject)):
         plan = runs.plan(f"stale-{'hidden' if lies else 'open'}", SamplingParams(), steps=2, prompts=2, group_size=4)
         try:
-            run_loop(plan, _StaleCluster(runs.cluster, runs.checkpoint, lies=lies), command="acceptance")
+            runs.run(plan, _StaleCluster(runs.cluster, runs.checkpoint, lies=lies))
         except RunFailed as failure:
             seen = "differ" if lies else "rollout serves"
             evidence.control(name, seen in failure.reason, failure.reason)

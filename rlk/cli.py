@@ -169,16 +169,24 @@ def report(
 
 @app.command()
 def prepare(
-    tiny: Annotated[bool, typer.Option("--tiny", help="the small model for CPUs, the only one prepared here")] = False,
-    target: Annotated[Path, typer.Option("--out", metavar="DIR", help="new checkpoint directory")] = DEFAULT_MODEL,
+    tiny: Annotated[bool, typer.Option("--tiny", help="the small model for CPUs, trained here")] = False,
+    synthetic: Annotated[str | None, typer.Option("--synthetic", metavar="SHAPE", help="random weights of tiny or qwen3-8b")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", min=1, help="with --synthetic: fewer layers than the shape has")] = None,
+    target: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"new checkpoint directory [{DEFAULT_MODEL}]")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="names the start weights and the training data")] = 0,
-    steps: Annotated[int | None, typer.Option("--warm-up-steps", min=1, help="supervised updates")] = None,
+    steps: Annotated[int | None, typer.Option("--warm-up-steps", min=1, help="with --tiny: supervised updates")] = None,
 ) -> None:
-    """Make a checkpoint for the loop; the tiny one is trained here on the bundled arithmetic within a minute."""
+    """Make a checkpoint for the loop: the tiny one, trained here on the bundled arithmetic within a minute, or a synthetic one."""
+    if tiny == (synthetic is not None):
+        raise Refused("prepare needs --tiny or --synthetic SHAPE, one of them; `rlk run --model DIR` takes your own Qwen3 checkpoint")
+    if synthetic is not None:
+        _prepare_synthetic(synthetic, layers, target, seed, steps)
+        return
     from rlk.loop.prepare import prepare_tiny
 
-    if not tiny:
-        raise Refused("prepare makes the tiny checkpoint only: add --tiny, or give `rlk run --model DIR` your own Qwen3 checkpoint")
+    if layers is not None:
+        raise Refused("--layers belongs to --synthetic: leave it out")
+    target = target or DEFAULT_MODEL
     made = prepare_tiny(target, seed=seed, steps=steps)
     print(f"{made.path}: {made.steps} updates, loss {made.final_loss:.4f}, model {made.model_hash}")
 
@@ -193,6 +201,15 @@ def doctor(profile: Profile) -> None:
     findings = examine(profile)
     print("\n".join(doctor_lines(findings)))
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def _prepare_synthetic(shape: str, layers: int | None, target: Path | None, seed: int, steps: int | None) -> None:
+    from rlk.loop.synthetic import prepare_synthetic
+
+    if target is None or steps is not None:
+        raise Refused("--synthetic needs --out DIR and takes no --warm-up-steps")
+    made = prepare_synthetic(shape, target, layers=layers, seed=seed)
+    print(f"{made.path}: synthetic {shape}, {made.config.num_hidden_layers} layers, made on {made.device}, model {made.model_hash}")
 
 
 def _run(profile: Profile) -> RunSummary:

@@ -85,7 +85,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "merge_into_existing": (("validate", "--merge", "RUNS", "--into", "RUNS"), "choose another --into"),
     "report_missing": (("report", "--workspace", "gone"), "no workspace gone"),
     "report_unknown": (("report", "gone", "--workspace", "RUNS"), "no run gone"),
-    "prepare_what": (("prepare",), "add --tiny"),
+    "prepare_what": (("prepare",), "needs --tiny or --synthetic SHAPE"),
     "prepare_existing": (("prepare", "--tiny", "--out", "MODEL"), "exists already"),
 }
 
@@ -264,7 +264,7 @@ def test_doctor_names_what_is_missing(call: Call, model: Path, monkeypatch: pyte
 def test_doctor_sees_a_wrong_version(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["ray==0.0.1", "numpy>=1", "no-such-package>=3", 'vllm==0.24.0; extra == "cuda"']
     monkeypatch.setattr(doctor, "requires", lambda name: wanted)
-    found = {finding.name: finding for finding in doctor.packages()}
+    found = {finding.name: finding for finding in doctor.packages("cpu")}
     assert found.keys() == {"ray", "numpy", "no-such-package"}
     assert found["ray"].remedy == "pip install 'ray==0.0.1'"
     assert found["no-such-package"].found == "absent"

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from rlk.contract.numerics import ContractError
+from rlk.loop.labels import PrepareError
 from rlk.loop.plan import PlanError, RunPlan, describe, make_plan, sample_seed, unusable_prompts
-from rlk.loop.prepare import PrepareError, tiny_config
+from rlk.loop.prepare import tiny_config
 from rlk.loop.profile import load_profile
 from rlk.loop.tokenizer import byte_tokenizer_files
 from rlk.model.config import CheckpointError

@@ -129,6 +129,8 @@ class FakeRemote:
 class FakeCluster:
     """Keeps its engines from run to run, as the real one does."""
 
+    device = "cpu"
+
     def __init__(self, rollout: type[FakeRollout] = FakeRollout, train: type[FakeTrain] = FakeTrain) -> None:
         self.kinds, self.engines = {"rollout": rollout, "train": train}, dict[tuple[str, str], Any]()
 

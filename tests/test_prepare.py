@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from rlk.contract.models import TINY
 from rlk.contract.numerics import Numerics
-from rlk.loop.prepare import LABEL_FILE, PrepareError, prepare_tiny, tiny_config, verify_checkpoint
+from rlk.loop.labels import LABEL_FILE, PrepareError, verify_checkpoint
+from rlk.loop.prepare import prepare_tiny, tiny_config
 from rlk.loop.tokenizer import TextTokenizer
 from rlk.model.config import CheckpointError
 from rlk.model.weights import load_checkpoint

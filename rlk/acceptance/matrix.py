@@ -8,13 +8,24 @@ from rlk.acceptance.cell import PLATFORMS, Cell, Platform
 from rlk.acceptance.ws1 import ws1_cells
 from rlk.acceptance.ws2 import ws2_cells
 from rlk.acceptance.ws2_rollout import ws2_rollout_cells
+from rlk.contract.arithmetic import trace_names
 from rlk.contract.judgments import NEGATIVE_CONTROLS
-from rlk.contract.models import QWEN3_8B, TINY, ModelShape
+from rlk.contract.models import QWEN3_8B, QWEN3_8B_4, TINY, ModelShape
 from rlk.contract.workloads import ARMS, SAMPLING_ROWS
 
-MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B, "rocm": QWEN3_8B}
-WORKLOAD: dict[Platform, str] = {platform: model.name for platform, model in MODEL.items()}
-"""The model that the engine scopes of a platform run."""
+CHAIN_MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B, "rocm": QWEN3_8B}
+UPDATED_MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B_4, "rocm": QWEN3_8B_4}
+"""The models that the engine scopes of a platform run; on a card one is scored at full depth, and one is updated."""
+
+
+def _workload(platform: Platform, model: ModelShape) -> str:
+    return model.name if platform == "cpu" else f"{model.name}-synthetic"
+
+
+CHAIN_WORKLOAD: dict[Platform, str] = {platform: _workload(platform, model) for platform, model in CHAIN_MODEL.items()}
+WORKLOAD: dict[Platform, str] = {platform: _workload(platform, model) for platform, model in UPDATED_MODEL.items()}
+SNAPSHOT_WORKLOAD = f"{QWEN3_8B.name}-snapshot"
+"""Published weights, verified by hash; without them its cells are missing."""
 
 LAYER_INTERMEDIATES = (
     "input_norm", "qkv", "q_norm", "k_norm", "q_rope", "k_rope", "v", "attention", "o_proj", "attn_residual",
@@ -23,6 +34,8 @@ LAYER_INTERMEDIATES = (
 INTERMEDIATES = ("embedding", *LAYER_INTERMEDIATES, "final_norm", "logits", "logp")
 """Judgments of the chain scope; a layer's intermediate is judged over all layers at once."""
 CHAINS = ("train_vs_rollout", "prefill_vs_decode")
+LAYOUTS = ("batch_of_one", "permuted")
+"""Judgments of ``rollout_layouts`` and ``train_layouts``: every intermediate against the pass over all samples together."""
 
 FORWARD = ("embedding", "rms_norm", "qk_norm", "rope", "det_gemm", "swiglu", "lm_head", "logp")
 ROLLOUT = tuple(("rollout", op) for op in (*FORWARD, "attention.paged"))
@@ -40,6 +53,11 @@ LEARNING = tuple(
 ROLLOUT_TP2, ROLLOUT_TP2_ROW = "RR_rollout_tp2", "nucleus"
 """Subject of the integration cells whose rollout engine has two tensor parallel ranks, and their sampling row."""
 
+CHECKPOINT_LAYER = (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm",
+    "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+CHAIN_FACTS = ("rollout_engine", "model_hashes")
 ENGINES = ("rollout_engine", "train_engine")
 UPDATE_FACTS = (*ENGINES, "model_hashes", "reward_per_step", "kl_per_step", "tokens_compared")
 
@@ -56,12 +74,36 @@ def all_cells() -> tuple[Cell, ...]:
 
 
 def _chain(platform: Platform) -> Iterator[Cell]:
+    yield from _intermediates(platform, CHAIN_WORKLOAD[platform])
+    if platform != "cpu":
+        yield from _layouts(platform)
+        yield from _intermediates(platform, SNAPSHOT_WORKLOAD)
+
+
+def _intermediates(platform: Platform, workload: str) -> Iterator[Cell]:
     for subject in CHAINS:
         strict = (*ROLLOUT, *SCORING) if subject == "train_vs_rollout" else ROLLOUT
         for name in INTERMEDIATES:
-            names = tuple(f"layers.{i}.{name}" for i in range(MODEL[platform].layers)) if name in LAYER_INTERMEDIATES else (name,)
-            facts = ("rollout_engine", "model_hashes")
-            yield Cell(platform, "chain", subject, WORKLOAD[platform], name, strict=strict, names=names, facts=facts)
+            names = tuple(f"layers.{i}.{name}" for i in range(CHAIN_MODEL[platform].layers)) if name in LAYER_INTERMEDIATES else (name,)
+            yield Cell(platform, "chain", subject, workload, name, strict=strict, names=names, facts=CHAIN_FACTS)
+
+
+def _layouts(platform: Platform) -> Iterator[Cell]:
+    """What no update is needed for: the same samples in other layouts, and the gradients of one sample with and without neighbours."""
+    workload, everything = CHAIN_WORKLOAD[platform], trace_names(CHAIN_MODEL[platform].layers)
+    for layout in LAYOUTS:
+        yield Cell(platform, "chain", "rollout_layouts", workload, layout, strict=ROLLOUT, names=everything, facts=CHAIN_FACTS)
+    for layout in LAYOUTS:
+        yield Cell(platform, "chain", "train_layouts", workload, layout, strict=SCORING, names=everything, facts=CHAIN_FACTS)
+    learning, gradients = (*SCORING, *LEARNING), gradient_names(CHAIN_MODEL[platform])
+    yield Cell(platform, "chain", "train_layouts", workload, "loss", strict=learning, names=("loss", "slope"), facts=CHAIN_FACTS)
+    yield Cell(platform, "chain", "train_layouts", workload, "gradients", strict=learning, names=gradients, facts=CHAIN_FACTS)
+
+
+def gradient_names(model: ModelShape) -> tuple[str, ...]:
+    """Every weight by its name in a checkpoint, in model order."""
+    layers = (f"model.layers.{i}.{name}.weight" for i in range(model.layers) for name in CHECKPOINT_LAYER)
+    return ("model.embed_tokens.weight", *layers, "model.norm.weight", "lm_head.weight")
 
 
 def _integration(platform: Platform) -> Iterator[Cell]:
@@ -73,8 +115,9 @@ def _integration(platform: Platform) -> Iterator[Cell]:
             if row.name == ROLLOUT_TP2_ROW:
                 ranks = ("rank 0: shards", "rank 1: shards") if judgment == "publication" else ()
                 yield Cell(
-                    platform, "integration", ROLLOUT_TP2, workload, judgment, strict=strict, names=(*names, *ranks), facts=UPDATE_FACTS
-                )
+                    platform, "integration", ROLLOUT_TP2, workload, judgment, strict=strict, names=(*names, *ranks), facts=UPDATE_FACTS,
+                    unsupported="" if platform == "cpu" else "two ranks of the rollout engine need two cards",
+                )  # fmt: skip
 
 
 def _ablations(platform: Platform) -> Iterator[Cell]:

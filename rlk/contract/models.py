@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlk.contract.numerics import DEFAULT, Numerics, padded_vocab_size
 
@@ -61,3 +61,18 @@ TINY = ModelShape("tiny", 128, 256, 2, 16, 8, 32, 260, 512)
 """Runs in both real engines on a CPU; canonical TP 8 divides it, two query heads share a KV head, most of its vocabulary is padding."""
 
 QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 36, 32, 8, 128, 151936, 40960)
+QWEN3_8B_4 = replace(QWEN3_8B, name="qwen3-8b-4layers", layers=4)
+"""Full width at a depth whose weights, gradients, masters and moments fit one card beside a rollout engine, several times over."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Published weights that a claim may rest on. model_hash: of the bf16 weights (``rlk.model.weights``), "" until somebody has recorded
+    it from a trusted download; without it no directory is accepted."""
+
+    repository: str
+    revision: str
+    model_hash: str
+
+
+QWEN3_8B_SNAPSHOT = Snapshot("Qwen/Qwen3-8B", "b968826d9c46dd6066d109eabc6255188de91218", "")

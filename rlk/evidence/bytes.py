@@ -20,21 +20,23 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     """Compare two tensors byte for byte.
 
-    actual, expected: any equal shape and dtype, any layout (views are made contiguous first; shape is checked before).
+    actual, expected: any equal shape and dtype, any layout (views are made contiguous first; shape is checked before). Two tensors of one
+    device are compared there, others on the CPU.
     Returns a Comparison; never raises on a mismatch. A differing shape or dtype, an empty tensor, one memory on both sides, and a NaN
     or Inf on either side are problems, and a comparison with a problem is not equal.
     """
     problem = _incomparable(actual, expected)
     if problem:
         return _void(name, actual, problem)
-    a, b = _flat(actual), _flat(expected)
+    there = actual.device if actual.device == expected.device else torch.device("cpu")
+    a, b = _flat(actual, there), _flat(expected, there)
     a_bytes, b_bytes = (t.view(torch.uint8).reshape(len(t), -1) for t in (a, b))
     differs = a_bytes != b_bytes
     rows = torch.empty(0, dtype=torch.int64) if torch.equal(a_bytes, b_bytes) else differs.any(dim=1).nonzero().flatten()
     first, max_ulp = None, None
     if len(rows):
         at = int(rows[0])
-        ulps = _ulp_distances(a[rows], b[rows]) if a.is_floating_point() else None
+        ulps = _ulp_distances(a[rows].cpu(), b[rows].cpu()) if a.is_floating_point() else None
         max_ulp = None if ulps is None else int(ulps.max())
         first = Difference(
             index=tuple(int(i) for i in np.unravel_index(at, actual.shape)),
@@ -135,9 +137,9 @@ def _places(tokens: Sequence[Token]) -> torch.Tensor:
     return torch.tensor(sorted(range(len(tokens)), key=lambda row: tokens[row]), dtype=torch.int64)
 
 
-def _flat(t: torch.Tensor) -> torch.Tensor:
+def _flat(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Elements in order, in memory: lazy conjugates and negations are carried out, or their bytes would not be seen."""
-    flat = t.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    flat = t.detach().to(device).resolve_conj().resolve_neg().contiguous().flatten()
     return flat.as_strided(flat.shape, (1,))  # one element counts as contiguous at any stride
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 from rlk.contract.numerics import Numerics
 from rlk.contract.records import Request, Response
 from rlk.contract.update import AdamParams, GrpoParams
+from rlk.loop.profile import Device
 
 if TYPE_CHECKING:
     from rlk.rollout.vllm.engine import VllmEngine
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 Mode = Literal["strict", "native"]
 Identity = tuple[int, str]
 """Weight version and model hash, as the engine itself reads them back."""
+
+ROLLOUT_OPTIONS: dict[Device, dict[str, Any]] = {
+    "cpu": {},
+    "cuda": {"device": "cuda", "kv_cache_bytes": 8 << 30, "max_num_batched_tokens": 2048, "max_num_seqs": 128},
+}
+"""Sizes of vLLM in the loop where they are not its defaults here; on the card the trainer needs most of the memory."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,8 +65,8 @@ def _plain_errors(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
 class RolloutActor:
     """A vLLM engine that serves one run after another: every run starts from its checkpoint under a new weight version."""
 
-    def __init__(self, mode: Mode, numerics: Numerics, tp: int = 1) -> None:
-        self._mode, self._numerics, self._tp = mode, numerics, tp
+    def __init__(self, mode: Mode, device: Device, numerics: Numerics, tp: int = 1) -> None:
+        self._mode, self._device, self._numerics, self._tp = mode, device, numerics, tp
         self._engine: VllmEngine | None = None
         self._kernels_before: dict[tuple[str, ...], int] = {}
 
@@ -70,7 +77,12 @@ class RolloutActor:
             from rlk.rollout.vllm.engine import VllmEngine
 
             self._engine = VllmEngine(
-                checkpoint, mode=self._mode, numerics=self._numerics, max_model_len=context, tensor_parallel_size=self._tp
+                checkpoint,
+                mode=self._mode,
+                numerics=self._numerics,
+                max_model_len=context,
+                tensor_parallel_size=self._tp,
+                **ROLLOUT_OPTIONS[self._device],
             )
         else:
             self._engine.load_weights(checkpoint, int(self._engine.readback()["weight_version"]) + 1)
@@ -84,9 +96,11 @@ class RolloutActor:
         return self._running.generate(requests)
 
     @_plain_errors
-    def trace(self, requests: Sequence[Request], path: Path) -> list[Response]:
-        """Like :meth:`generate` from a cold prefix cache; the intermediates of every computed position go to ``path`` (safetensors)."""
-        return self._running.trace(requests, path)
+    def trace(self, requests: Sequence[Request], path: Path, positions: Sequence[int] | None = None) -> list[Response]:
+        """Like :meth:`generate` from a cold prefix cache; the intermediates of every computed position, or of those in ``positions``, go to
+        ``path`` (safetensors)."""
+        some = {} if positions is None else {"positions": positions}
+        return self._running.trace(requests, path, **some)
 
     @_plain_errors
     def load(self, path: Path, version: int, announced: str) -> Identity:
@@ -112,8 +126,8 @@ class RolloutActor:
 class TrainActor:
     """A Megatron trainer, built anew for every run; it is never given a rollout's logprobs."""
 
-    def __init__(self, mode: Mode, numerics: Numerics, port: int) -> None:
-        self._mode, self._numerics, self._port = mode, numerics, port
+    def __init__(self, mode: Mode, device: Device, numerics: Numerics, port: int) -> None:
+        self._mode, self._device, self._numerics, self._port = mode, device, numerics, port
         self._trainer: MegatronTrainer | None = None
         self._samples: list[Sample] = []
         self._scores: list[list[float]] = []
@@ -130,6 +144,7 @@ class TrainActor:
         self._trainer = MegatronTrainer(
             checkpoint,
             mode=self._mode,
+            device=self._device,
             numerics=self._numerics,
             micro_batch_size=micro_batch_size,
             grpo=grpo,

@@ -13,8 +13,11 @@ import psutil
 
 from rlk.contract.numerics import DEFAULT, Numerics
 from rlk.loop.actors import EngineFault, Mode, RolloutActor, TrainActor
+from rlk.loop.profile import Device
 
 OBJECT_STORE_BYTES = 128 << 20
+GPU_SHARE = 0.25
+"""Of the card, as Ray counts it: two engines in each of two modes fit."""
 Side = Literal["rollout", "train"]
 
 
@@ -76,11 +79,21 @@ class Remote:
 class Cluster:
     """Context manager. At most one actor per side, mode and rollout TP; runs that follow each other use the same ones.
 
+    device: what every engine computes on; on "cuda" all of them share the first card, so that :meth:`stop` frees what one holds there.
     ray_address: HOST:PORT of a running cluster on this host, which is left running; None starts one that listens on loopback only, without
     dashboard, and is stopped at the end. port: trainer rendezvous, 0 for a free one. timeout_s: longest wait for any answer.
     """
 
-    def __init__(self, *, ray_address: str | None = None, port: int = 0, numerics: Numerics = DEFAULT, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        *,
+        device: Device = "cpu",
+        ray_address: str | None = None,
+        port: int = 0,
+        numerics: Numerics = DEFAULT,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.device = device
         self.ray_address, self.port, self.numerics, self.timeout_s = ray_address, port, numerics, timeout_s
         self._actors: dict[tuple[Side, Mode, int], Remote] = {}
 
@@ -116,18 +129,26 @@ class Cluster:
 
     def rollout(self, mode: Mode, tp: int = 1) -> Remote:
         """The rollout engine of a mode on ``tp`` ranks (methods of ``RolloutActor``)."""
-        return self._actor("rollout", mode, tp, RolloutActor, mode, self.numerics, tp)
+        return self._actor("rollout", mode, tp, RolloutActor, mode, self.device, self.numerics, tp)
 
     def train(self, mode: Mode) -> Remote:
         """The trainer of a mode (methods of ``TrainActor``)."""
-        return self._actor("train", mode, 1, TrainActor, mode, self.numerics, self.port)
+        return self._actor("train", mode, 1, TrainActor, mode, self.device, self.numerics, self.port)
+
+    def stop(self, remote: Remote) -> None:
+        """End one engine's process; the next one of its kind starts anew."""
+        import ray
+
+        ray.kill(remote.actor)
+        self._actors = {key: held for key, held in self._actors.items() if held is not remote}
 
     def _actor(self, side: Side, mode: Mode, tp: int, kind: type, *arguments: Any) -> Remote:
         import ray
 
         if (side, mode, tp) not in self._actors:
-            # Both engines work in turns, so they share the cores instead of reserving them.
-            actor = ray.remote(kind).options(num_cpus=0, max_restarts=0).remote(*arguments)
+            # The engines work in turns, so they share the cores instead of reserving them, and the card; zero would hide it from them.
+            share = GPU_SHARE if self.device == "cuda" else 0
+            actor = ray.remote(kind).options(num_cpus=0, num_gpus=share, max_restarts=0).remote(*arguments)
             self._actors[side, mode, tp] = Remote(side, mode, actor, self.timeout_s, _log_directory())
         return self._actors[side, mode, tp]
 

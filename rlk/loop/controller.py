@@ -23,11 +23,12 @@ from rlk.evidence.provenance import Provenance, read_provenance
 from rlk.evidence.rundir import RunDirectory
 from rlk.evidence.schema import Comparison, KernelUse
 from rlk.loop.actors import EngineFault, Identity
-from rlk.loop.arithmetic import Problem, reward
+from rlk.loop.arithmetic import Problem
 from rlk.loop.cluster import Cluster, ClusterError, EngineLost, Remote
 from rlk.loop.interrupt import remembered_interrupts
 from rlk.loop.plan import RunPlan
 from rlk.loop.records import MANIFEST, METRICS, PLAN, SAMPLES, Manifest, RunSummary, SampleLine, StepResult, logprobs_file
+from rlk.loop.rewards import reward_of
 from rlk.loop.tokenizer import TextTokenizer
 
 ROOT = Path(rlk.__file__).resolve().parent.parent
@@ -103,7 +104,8 @@ def run_loop(
                 return run.execute(cluster)
             run.observer.phase(0, "Ray")
             began = time.monotonic()
-            with Cluster(ray_address=plan.ray_address, port=plan.port, numerics=plan.topology.numerics) as own, run.recorded():
+            own = Cluster(device=plan.device, ray_address=plan.ray_address, port=plan.port, numerics=plan.topology.numerics)
+            with own, run.recorded():
                 run.timings["ray"] = time.monotonic() - began
                 return run.execute(own)
 
@@ -165,6 +167,8 @@ class _Run:
     def execute(self, cluster: Cluster) -> RunSummary:
         """All updates on an open cluster."""
         plan = self.plan
+        if cluster.device != plan.device:
+            raise ClusterError(f"the cluster's engines run on {cluster.device}, the plan asks for {plan.device}: open a cluster for it")
         rollout, train = cluster.rollout(plan.rollout_mode, plan.topology.rollout_tp), cluster.train(plan.train_mode)
         self._open(rollout, train)
         try:
@@ -185,7 +189,7 @@ class _Run:
         """Start both engines at once, or take both back to the start weights, under one version."""
         plan, began = self.plan, time.monotonic()
         self.observer.phase(0, "engines")
-        waiting = rollout.start("open", plan.checkpoint.path, plan.checkpoint.context)
+        waiting = rollout.start("open", plan.checkpoint.path, plan.context)
         train.call("open", plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
         self.timings["open_train"] = time.monotonic() - began
         version, found = waiting.result()
@@ -264,7 +268,7 @@ class _Run:
         rewards: dict[int, float] = {}
         for at, (request, response) in enumerate(zip(requests, responses, strict=True)):
             task, text = tasks[at // self.plan.group_size], self.tokenizer.decode(response.token_ids)
-            rewards[response.sample_id] = reward(task, text)
+            rewards[response.sample_id] = reward_of(self.plan.checkpoint.kind, task, response.token_ids, text)
             line = SampleLine(
                 step=step,
                 sample_id=response.sample_id,

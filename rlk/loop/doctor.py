@@ -16,9 +16,9 @@ import torch
 from packaging.requirements import Requirement
 
 from rlk.contract.numerics import ContractError
+from rlk.loop.labels import PrepareError
 from rlk.loop.plan import LOOPBACK, PlanError, resolve_checkpoint
-from rlk.loop.prepare import PrepareError
-from rlk.loop.profile import Profile
+from rlk.loop.profile import Device, Profile
 from rlk.model.config import CheckpointError
 
 GIB = 1 << 30
@@ -48,9 +48,9 @@ def examine(profile: Profile) -> list[Finding]:
     return [
         _python(),
         _compiler(),
-        *packages(),
+        *packages(profile.device),
         *_strangers(),
-        _torch_build(),
+        _torch_build(profile.device),
         _subnormals(),
         *_memory(),
         loopback(profile.port),
@@ -72,16 +72,16 @@ def _compiler() -> Finding:
     return Finding("compiler", ran.stdout.splitlines()[0])
 
 
-def packages() -> Iterator[Finding]:
-    """Installed versions against the requirements of the package itself and of its cpu extra."""
+def packages(device: Device) -> Iterator[Finding]:
+    """Installed versions against the requirements of the package itself and of the device's extra."""
     try:
         texts = requires("rlk") or ()
     except PackageNotFoundError:
-        yield Finding("rlk", "not installed", "pip install -e '.[cpu]'")
+        yield Finding("rlk", "not installed", f"pip install -e '.[{device}]'")
         return
     for text in texts:
         requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "cpu"}):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": device}):
             continue
         try:
             found = version(requirement.name)
@@ -102,9 +102,9 @@ def _strangers() -> Iterator[Finding]:
         yield Finding(name, found, f"pip uninstall {name}: built for another torch, it breaks every import of transformers")
 
 
-def _torch_build() -> Finding:
+def _torch_build(device: Device) -> Finding:
     kind = "cuda" if torch.version.cuda else "rocm" if torch.version.hip else "cpu"
-    return Finding("torch build", kind, "" if kind == "cpu" else "install torch's CPU build: the engines of this platform need it")
+    return Finding("torch build", kind, "" if kind == device else f"install torch's build for {device}: the engines of this device need it")
 
 
 def _subnormals() -> Finding:

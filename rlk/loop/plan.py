@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from rlk.contract.numerics import DEFAULT, Numerics
@@ -19,18 +20,20 @@ from rlk.contract.topology import Topology
 from rlk.contract.update import AdamParams, GrpoParams
 from rlk.evidence.rundir import new_run_id
 from rlk.loop.arithmetic import Problem, problems
-from rlk.loop.prepare import LABEL_FILE, verify_checkpoint
-from rlk.loop.profile import DEFAULT_MODEL, Profile
+from rlk.loop.labels import LABEL_FILE, verify_checkpoint
+from rlk.loop.profile import DEFAULT_MODEL, Device, Profile
 from rlk.loop.tokenizer import TextTokenizer
 from rlk.model.config import Qwen3Config
 from rlk.model.weights import load_checkpoint
 
 EngineMode = Literal["strict", "native"]
-ROLLOUT_TP = (1, 2)
-"""Ranks of vLLM on the CPU."""
-TINY_LR = 1e-4
-"""Every update changes bf16 weights of the tiny model, and its rewards rise steadily; at 3e-4 they do so only in larger batches."""
+ROLLOUT_TP: dict[Device, tuple[int, ...]] = {"cpu": (1, 2), "cuda": (1,)}
+"""Ranks of vLLM in the loop."""
+PREPARED_LR = 1e-4
+"""Every update changes bf16 weights of a prepared model, and the tiny one's rewards rise steadily; at 3e-4 only in larger batches."""
 LOOPBACK = "127.0.0.1"
+UNLABELLED = "unlabelled"
+"""Kind of a checkpoint that `rlk prepare` did not make."""
 
 
 class PlanError(ValueError):
@@ -38,31 +41,33 @@ class PlanError(ValueError):
 
 
 class CheckpointFacts(BaseModel):
-    """A verified start checkpoint. kind: its label, "unlabelled" without one. context: tokens of prompt and response together."""
+    """A verified start checkpoint. kind: its label, "unlabelled" without one. positions: most tokens of prompt and response together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path
     kind: str
     model_hash: str
-    context: int
+    positions: int
 
 
 class RunPlan(BaseModel):
     """What a run does. Made by :func:`make_plan`; acceptance derives its arms with ``model_copy``.
 
-    train_mode, rollout_mode: "strict" computes with this project's operators, "native" is the stock engine. sampling: of every request,
-    but for its seed. unusable_prompts: numbers (from 0, over the whole run) of prompts that do not fit the context; they are sent all the
-    same, come back refused and are reported.
+    device: what both engines compute on. train_mode, rollout_mode: "strict" computes with this project's operators, "native" is the stock
+    engine. context: tokens of prompt and response together. sampling: of every request, but for its seed. unusable_prompts: numbers (from
+    0, over the whole run) of prompts that do not fit the context; they are sent all the same, come back refused and are reported.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run_id: str
     directory: Path
+    device: Device
     train_mode: EngineMode
     rollout_mode: EngineMode
     checkpoint: CheckpointFacts
+    context: int
     topology: Topology
     sampling: SamplingParams
     steps: int
@@ -75,7 +80,6 @@ class RunPlan(BaseModel):
     keep_versions: int
     ray_address: str | None
     port: int
-    backend: Literal["cpu"] = "cpu"
     shortest_prompt: int
     longest_prompt: int
     unusable_prompts: tuple[int, ...] = ()
@@ -142,20 +146,26 @@ def make_plan(profile: Profile) -> RunPlan:
     directory = profile.workspace.absolute() / run_id
     if directory.exists():
         raise PlanError(f"run directory {directory} exists: choose another --run-id, runs are never overwritten")
+    _require_device(profile.device)
     _require_writable(directory)
     _require_port(profile.port)
     if profile.ray_address:
         _require_answer(profile.ray_address)
     checkpoint = resolve_checkpoint(profile.model, topology.numerics)
+    context = profile.context or checkpoint.positions
+    if context > checkpoint.positions:
+        raise PlanError(f"context={context} exceeds the {checkpoint.positions} positions of the model: use fewer")
     tokenizer = TextTokenizer.load(checkpoint.path)
-    lr = profile.lr if profile.lr is not None else TINY_LR if checkpoint.kind.startswith("tiny") else AdamParams.lr
+    lr = profile.lr if profile.lr is not None else PREPARED_LR if checkpoint.kind != UNLABELLED else AdamParams.lr
     lengths = [len(tokenizer.encode(task.prompt)) for task in problems(profile.steps * profile.prompts, profile.seed)]
     return RunPlan(
         run_id=run_id,
         directory=directory,
+        device=profile.device,
         train_mode=mode,
         rollout_mode=mode,
         checkpoint=checkpoint,
+        context=context,
         topology=topology,
         sampling=sampling,
         steps=profile.steps,
@@ -170,7 +180,7 @@ def make_plan(profile: Profile) -> RunPlan:
         port=profile.port,
         shortest_prompt=min(lengths),
         longest_prompt=max(lengths),
-        unusable_prompts=unusable_prompts(lengths, sampling.max_tokens, checkpoint.context),
+        unusable_prompts=unusable_prompts(lengths, sampling.max_tokens, context),
     )
 
 
@@ -178,7 +188,7 @@ def describe(plan: RunPlan) -> list[tuple[str, str]]:
     """The plan as (what, value) rows for a person."""
     t, s, numerics = plan.topology, plan.sampling, plan.topology.numerics
     kept = f"top-p {s.top_p:g}, top-k {s.top_k}" if s.truncates else "every token kept"
-    engines = f"trainer {plan.train_mode} (Megatron-core), rollout {plan.rollout_mode} (vLLM), backend {plan.backend}"
+    engines = f"trainer {plan.train_mode} (Megatron-core), rollout {plan.rollout_mode} (vLLM), on {plan.device}"
     cluster = f"the one at {plan.ray_address}" if plan.ray_address else "an own local one, loopback, no dashboard"
     rows = [
         ("run directory", str(plan.directory)),
@@ -188,7 +198,7 @@ def describe(plan: RunPlan) -> list[tuple[str, str]]:
         ("contract", ", ".join(f"{name} {value}" for name, value in numerics.as_dict().items())),
         ("sampling", f"{'greedy' if s.greedy else f'temperature {s.temperature:g}'}, {kept}, at most {s.max_tokens} tokens"),
         ("work", f"{plan.steps} updates × {plan.prompts} prompts × {plan.group_size} responses, micro-batches of {plan.micro_batch_size}"),
-        ("prompts", f"{plan.shortest_prompt}…{plan.longest_prompt} tokens in a context of {plan.checkpoint.context}"),
+        ("prompts", f"{plan.shortest_prompt}…{plan.longest_prompt} tokens in a context of {plan.context}"),
         ("groups", "all responses of an update (greedy ones to a prompt are equal)" if s.greedy else "the responses to a prompt"),
         ("update", f"GRPO, lr {plan.adam.lr:g}, weight decay {plan.adam.weight_decay:g}, KL coefficient {plan.grpo.kl_coef:g}"),
         ("seed", str(plan.seed)),
@@ -208,10 +218,11 @@ def _topology(profile: Profile, mode: EngineMode) -> Topology:
     topology = Topology(tp=profile.tp, cp=profile.cp, rollout_tp=profile.rollout_tp, rollout_cp=profile.rollout_cp)
     for name in ("tp", "cp", "rollout_cp"):
         if getattr(topology, name) != 1:
-            raise PlanError(f"{name}={getattr(topology, name)} does not run on cpu: tp, cp and rollout_cp are 1 in the loop")
+            raise PlanError(f"{name}={getattr(topology, name)} does not run on {profile.device}: tp, cp and rollout_cp are 1 in the loop")
     ranks, cpus = topology.rollout_tp, len(os.sched_getaffinity(0))
-    if ranks not in ROLLOUT_TP:
-        raise PlanError(f"rollout_tp={ranks} does not run on cpu: use one of {', '.join(map(str, ROLLOUT_TP))}")
+    if ranks not in ROLLOUT_TP[profile.device]:
+        allowed = ", ".join(map(str, ROLLOUT_TP[profile.device]))
+        raise PlanError(f"rollout_tp={ranks} does not run on {profile.device}: use one of {allowed}")
     if ranks > 1 and mode == "native":
         raise PlanError(f"mode=native with rollout_tp={ranks}: the stock engine runs on one rank, leave --rollout-tp out")
     if ranks > cpus:
@@ -233,9 +244,9 @@ def resolve_checkpoint(model: Path | None, numerics: Numerics = DEFAULT) -> Chec
     config.require(numerics)
     return CheckpointFacts(
         path=path,
-        kind=label.kind if label else "unlabelled",
+        kind=label.kind if label else UNLABELLED,
         model_hash=label.model_hash if label else load_checkpoint(path).model_hash,
-        context=config.max_position_embeddings,
+        positions=config.max_position_embeddings,
     )
 
 
@@ -250,6 +261,11 @@ def unusable_prompts(lengths: Sequence[int], response: int, context: int) -> tup
             f"use {context - max(usable)} or less"
         )
     return tuple(at for at, length in enumerate(lengths) if length >= context)
+
+
+def _require_device(device: Device) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PlanError("device=cuda: torch sees no CUDA card here: use --device cpu, or a machine with a card and torch's CUDA build")
 
 
 def _require_writable(directory: Path) -> None:

@@ -11,42 +11,23 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
 from rlk.contract.models import TINY
 from rlk.loop.arithmetic import TERMS, Problem, problems, worked_solution
-from rlk.loop.tokenizer import END, PAD, TextTokenizer, byte_tokenizer, byte_tokenizer_files
+from rlk.loop.labels import LABEL_FILE, PrepareError, TinyLabel, shape_config
+from rlk.loop.tokenizer import END, PAD, byte_tokenizer, byte_tokenizer_files
 from rlk.model.config import CheckpointError, Qwen3Config
-from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint
+from rlk.model.weights import model_hash, save_checkpoint
 
-LABEL_FILE = "rlk.json"
 STEPS = 260
 _BATCH = 16
 _LEARNING_RATE = 3e-3
 _SLIP_RATE = 0.1
 _IGNORED = -100
-
-
-class PrepareError(ValueError):
-    """A checkpoint that cannot be prepared or verified; one line with the remedy."""
-
-
-class Label(BaseModel):
-    """What a prepared checkpoint says about itself in rlk.json; model_hash names its weights."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    kind: Literal["tiny-warmed-up"]
-    seed: int
-    steps: int
-    final_loss: float
-    torch_version: str
-    model_hash: str
 
 
 @dataclass(frozen=True)
@@ -62,18 +43,7 @@ class TinyCheckpoint:
 
 def tiny_config() -> Qwen3Config:
     """The contract's tiny model as a checkpoint configuration."""
-    return Qwen3Config(
-        vocab_size=TINY.vocab_size,
-        hidden_size=TINY.hidden,
-        intermediate_size=TINY.intermediate,
-        num_hidden_layers=TINY.layers,
-        num_attention_heads=TINY.q_heads,
-        num_key_value_heads=TINY.kv_heads,
-        head_dim=TINY.head_dim,
-        rms_norm_eps=TINY.rms_norm_eps,
-        rope_theta=TINY.rope_theta,
-        max_position_embeddings=TINY.max_positions,
-    )
+    return shape_config(TINY)
 
 
 def prepare_tiny(directory: Path, *, seed: int = 0, steps: int | None = None) -> TinyCheckpoint:
@@ -90,7 +60,7 @@ def prepare_tiny(directory: Path, *, seed: int = 0, steps: int | None = None) ->
     config = tiny_config()
     with _one_seeded_thread(seed):
         tensors, final_loss = _warm_up(config, seed, steps)
-    label = Label(
+    label = TinyLabel(
         kind="tiny-warmed-up",
         seed=seed,
         steps=steps,
@@ -104,28 +74,6 @@ def prepare_tiny(directory: Path, *, seed: int = 0, steps: int | None = None) ->
     except CheckpointError as error:
         raise PrepareError(str(error)) from error
     return TinyCheckpoint(directory, label.model_hash, seed, steps, final_loss)
-
-
-def verify_checkpoint(directory: Path) -> Label:
-    """Load a prepared checkpoint and prove that its weights are the ones its label names.
-
-    Raises PrepareError for a missing or malformed label and for another hash, CheckpointError for an unusable checkpoint.
-    """
-    path = Path(directory) / LABEL_FILE
-    try:
-        label = Label.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PrepareError(f"{path}: cannot be read ({error.strerror}); only checkpoints of `rlk prepare` carry this label") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise PrepareError(
-            f"{path}: {'.'.join(map(str, first['loc'])) or 'label'}: {first['msg']}; prepare the checkpoint again"
-        ) from error
-    found = load_checkpoint(directory).model_hash
-    if found != label.model_hash:
-        raise PrepareError(f"{directory}: weights hash to {found}, its label says {label.model_hash}; prepare the checkpoint again")
-    TextTokenizer.load(directory)
-    return label
 
 
 def _warm_up(config: Qwen3Config, seed: int, steps: int) -> tuple[dict[str, torch.Tensor], float]:

@@ -19,6 +19,9 @@ DEFAULT_FILE = Path(".rlk-profile.json")
 DEFAULT_MODEL = Path("artifacts/models/tiny")
 """Where ``rlk prepare --tiny`` writes, and the model of a run that names none."""
 
+Device = Literal["cpu", "cuda"]
+"""What both engines of a run compute on. Nobody guesses it: a run is repeated where it was made."""
+
 ALIASES = {
     "tp_size": "tp",
     "cp_size": "cp",
@@ -44,6 +47,7 @@ class Profile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["consistency", "native"] = Field("consistency", description="rlk operators in both engines, or the stock engines")
+    device: Device = Field("cpu", description="what both engines compute on: cpu, or cuda for one card that they share")
     model: Path | None = Field(None, description=f"checkpoint directory (default: {DEFAULT_MODEL}, where `rlk prepare --tiny` writes)")
     workspace: Path = Field(Path("artifacts/runs"), description="directory that holds the run directories")
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run directory (default: UTC time)")
@@ -54,12 +58,13 @@ class Profile(BaseModel):
     temperature: float = Field(1.0, description="0 is greedy")
     top_p: float = Field(1.0, description="kept probability mass, in (0, 1]")
     top_k: int = Field(-1, description="kept ids, -1 keeps all")
+    context: int | None = Field(None, ge=2, description="tokens of prompt and response together (default: all positions of the model)")
     max_response_len: int = Field(64, ge=1, description="most tokens of a response")
     steps: int = Field(200, ge=1, description="updates")
     prompts: int = Field(16, ge=1, description="prompts per update")
     group_size: int = Field(8, ge=1, description="responses per prompt, compared with each other")
     micro_batch_size: int = Field(8, ge=1, description="samples per forward pass of the trainer")
-    lr: float | None = Field(None, description="learning rate (default: 1e-4 for a prepared tiny model, else 5e-7)")
+    lr: float | None = Field(None, description="learning rate (default: 1e-4 for a prepared model, else 5e-7)")
     weight_decay: float = Field(0.1, description="decoupled weight decay of matrices")
     kl_coef: float = Field(0.0, description="weight of the KL term against the start weights")
     seed: int = Field(0, ge=0, lt=2**63, description="names the prompts and every draw")

@@ -16,9 +16,10 @@ from rlk.acceptance.validate import KERNEL_ID, ValidationRefused, seal_problems
 from rlk.evidence.bytes import compare
 from rlk.evidence.rundir import FAILED, RunDirectory, RunDirectoryError
 from rlk.evidence.schema import Record
-from rlk.loop.arithmetic import Problem, reward
+from rlk.loop.arithmetic import Problem
 from rlk.loop.plan import RunPlan
 from rlk.loop.records import MANIFEST, METRICS, PLAN, SAMPLES, Manifest, SampleLine, StepResult, logprobs_file
+from rlk.loop.rewards import reward_of
 from rlk.model.config import CheckpointError
 from rlk.model.weights import load_checkpoint
 
@@ -144,8 +145,9 @@ def _samples(run: LoopRun) -> Iterator[str]:
     for sample in run.samples:
         terms = sample.prompt.strip().rpartition(" ")[2].split("+")
         problem = Problem(tuple(int(term) for term in terms)) if all(term.isdecimal() for term in terms) else None
-        if problem is None or problem.prompt != sample.prompt or reward(problem, sample.text) != sample.reward:
-            yield f"sample {sample.sample_id}: reward {sample.reward} does not follow from its prompt and text"
+        kind, answer = run.plan.checkpoint.kind, sample.token_ids
+        if problem is None or problem.prompt != sample.prompt or reward_of(kind, problem, answer, sample.text) != sample.reward:
+            yield f"sample {sample.sample_id}: reward {sample.reward} does not follow from its prompt and response"
     for step in run.steps:
         rewards = [sample.reward for sample in run.samples if sample.step == step.step]
         if not rewards or abs(sum(rewards) / len(rewards) - step.reward_mean) > 1e-9:

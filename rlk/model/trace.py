@@ -12,12 +12,15 @@ class Trace:
     "attn_residual", "post_norm", "gate_up", "swiglu", "down_proj", "mlp_residual", then "final_norm", "logits", "logp".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: torch.Tensor | None = None) -> None:
+        """rows: int64, the rows to keep of every tensor, in this order; None keeps all."""
+        self._rows = rows
         self._parts: dict[str, list[torch.Tensor]] = {}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of ``tensor`` under ``name``; later calls (the next chunk or step) append rows."""
-        self._parts.setdefault(name, []).append(tensor.detach().clone())
+        """Keep a copy of ``tensor``, or of its rows to keep, under ``name``; later calls (the next chunk or step) append rows."""
+        held = tensor.detach()
+        self._parts.setdefault(name, []).append(held.clone() if self._rows is None else held[self._rows])
 
     def names(self) -> tuple[str, ...]:
         """Names in the order in which the forward pass first produced them."""

@@ -1,0 +1,214 @@
+"""Rollout speed on one card: vLLM as it comes, vLLM's own batch-invariant mode, and rlk strict, in one run, round by round.
+
+    PYTHONPATH=. python3 benchmarks/e2e/rollout.py artifacts/models/qwen3-8b-synthetic results.json
+
+Each arm is an engine in a process of its own; all stay on the card and only one computes at a time, so that arms alternate within a round.
+All do the same work: fresh random prompts, temperature 0.7, top-p 0.95, no early end, and the logprob of every sampled token is returned.
+A run of the strict arm first proves its bytes: a batch of 16 against each of its rows alone. Where they differ, no time is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ARMS: dict[str, tuple[str, dict[str, str]]] = {
+    "vllm": ("native", {}),
+    "vllm batch-invariant": ("native", {"VLLM_BATCH_INVARIANT": "1"}),
+    "rlk strict": ("strict", {}),
+}
+"""Arm -> mode of the engine, variables of its process."""
+KV_BYTES = 12 << 30
+CONTEXT = 4096
+ANSWER = "rlk-benchmark:"
+
+
+@dataclass(frozen=True)
+class Row:
+    """batch requests of ``prompt`` random tokens, each answered by ``response`` tokens; rounds: of every arm."""
+
+    batch: int
+    prompt: int
+    response: int
+    rounds: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch} × {self.prompt} in, {self.response} out"
+
+
+ROWS = (Row(1, 256, 256, 3), Row(16, 256, 256, 3), Row(128, 256, 256, 3), Row(1, 2048, 1024, 2))
+
+
+class Arm:
+    """One engine's process, asked by lines of JSON."""
+
+    def __init__(self, name: str, checkpoint: Path) -> None:
+        mode, variables = ARMS[name]
+        began = time.monotonic()
+        command = [sys.executable, __file__, str(checkpoint), "--serve", mode]
+        self.name = name
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
+        )
+        self.read_back = self._answer()
+        self.start_s = time.monotonic() - began
+
+    def ask(self, **order: Any) -> Any:
+        """Send an order and wait for its answer."""
+        assert self.process.stdin is not None
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise RuntimeError(f"arm {self.name} ended with code {self.process.wait()}: its messages are above")
+
+
+def serve(checkpoint: Path, mode: Any) -> None:
+    """The process of an arm: start the engine, report what it is, then do what each line of standard input asks for."""
+    import torch
+
+    from rlk.contract.records import Request
+    from rlk.contract.sampling import SamplingParams
+    from rlk.rollout.vllm.engine import VllmEngine
+
+    engine = VllmEngine(
+        checkpoint, mode=mode, device="cuda", max_model_len=CONTEXT, max_num_batched_tokens=8192, max_num_seqs=128,
+        kv_cache_bytes=KV_BYTES, stop_token_ids=(),
+    )  # fmt: skip
+
+    def requests(batch: int, prompt: int, response: int, seed: int) -> list[Request]:
+        generator = torch.Generator().manual_seed(seed)
+        draw = lambda: tuple(torch.randint(0, engine.config.vocab_size, (prompt,), generator=generator).tolist())
+        return [Request(i, draw(), SamplingParams(0.7, 0.95, max_tokens=response, seed=seed * 1000 + i)) for i in range(batch)]
+
+    def timed(batch: int, prompt: int, response: int, seed: int) -> dict[str, float]:
+        asked = requests(batch, prompt, response, seed)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        answers = engine.generate(asked)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "tokens": sum(len(a.token_ids) for a in answers)}
+
+    def proved() -> dict[str, int]:
+        """Tokens of a batch, and how many differ in id, logprob or support when a row is alone."""
+        asked = requests(16, 256, 32, 7)
+        together, differ = engine.generate(asked), 0
+        for request, expected in zip(asked, together, strict=True):
+            engine.reset_prefix_cache()
+            (alone,) = engine.generate([request])
+            rows = zip(alone.token_ids, alone.logprobs, alone.support or (), strict=True)
+            wanted = zip(expected.token_ids, expected.logprobs, expected.support or (), strict=True)
+            differ += sum(a != b for a, b in zip(rows, wanted, strict=True))
+        return {"tokens": sum(len(a.token_ids) for a in together), "differ": differ}
+
+    def profiled(batch: int, prompt: int, response: int) -> list[tuple[str, int, float]]:
+        """(kernel, launches, milliseconds) on the card of one generation, longest first."""
+        asked = requests(batch, prompt, response, 99)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            engine.generate(asked)
+            torch.cuda.synchronize()
+        rows = [(event.key, event.count, event.self_device_time_total / 1000) for event in profile.key_averages()]
+        return sorted(rows, key=lambda row: -row[2])[:25]
+
+    def memory() -> dict[str, int]:
+        return {"peak_reserved": torch.cuda.max_memory_reserved(), "peak_allocated": torch.cuda.max_memory_allocated()}
+
+    def answer(value: Any) -> None:
+        print(f"\n{ANSWER}{json.dumps(value)}", flush=True)
+
+    found = engine.readback()
+    answer({name: value for name, value in found.items() if name not in ("modules", "ranks", "environment")})
+    does = {"timed": timed, "proved": proved, "profiled": profiled, "memory": memory}
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer(does[order.pop("do")](**order))
+
+
+def measure(checkpoint: Path) -> dict[str, Any]:
+    """Start every arm, prove the strict one, then time all rows."""
+    result: dict[str, Any] = {"checkpoint": checkpoint.name, "arms": {}, "rows": {}, "profile": {}}
+    arms: list[Arm] = []
+    try:
+        for name in ARMS:
+            arms.append(Arm(name, checkpoint))
+            result["arms"][name] = {"start_s": arms[-1].start_s, "read_back": arms[-1].read_back}
+        strict = arms[-1]
+        result["proof"] = strict.ask(do="proved")
+        if result["proof"]["differ"]:
+            return result
+        for row in ROWS:
+            for arm in arms:  # shapes that compile or capture on first use
+                arm.ask(do="timed", batch=row.batch, prompt=row.prompt, response=8, seed=1)
+            speeds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+            for number in range(row.rounds):
+                for arm in arms if number % 2 == 0 else reversed(arms):
+                    ran = arm.ask(do="timed", batch=row.batch, prompt=row.prompt, response=row.response, seed=10 + number)
+                    speeds[arm.name].append(ran["tokens"] / ran["seconds"])
+            result["rows"][row.name] = speeds
+        for arm in (arms[0], strict):
+            result["profile"][arm.name] = {str(batch): arm.ask(do="profiled", batch=batch, prompt=256, response=32) for batch in (1, 128)}
+        for arm in arms:
+            result["arms"][arm.name]["memory"] = arm.ask(do="memory")
+    finally:
+        for arm in arms:
+            arm.close()
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """Median tokens per second and spread of every row, as Markdown."""
+    names = list(result["arms"])
+    lines = [f"| tokens/s | {' | '.join(names)} | strict of vLLM |", "|---" * (len(names) + 2) + "|"]
+    for row, speeds in result["rows"].items():
+        medians = {name: statistics.median(values) for name, values in speeds.items()}
+        cells = [f"{medians[name]:.0f} ({min(speeds[name]):.0f}–{max(speeds[name]):.0f})" for name in names]
+        lines.append(f"| {row} | {' | '.join(cells)} | {medians['rlk strict'] / medians['vllm']:.2f} |")
+    starts = [f"{arm['start_s']:.0f}" for arm in result["arms"].values()]
+    peaks = [f"{arm['memory']['peak_reserved'] / (1 << 30):.1f}" for arm in result["arms"].values()]
+    lines += [f"| start, s | {' | '.join(starts)} | |", f"| peak memory, GiB | {' | '.join(peaks)} | |"]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Exit code 1 if the strict arm's bytes are red."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("results", type=Path, nargs="?")
+    parser.add_argument("--serve", choices=("native", "strict"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.checkpoint, arguments.serve)
+        return 0
+    from rlk.evidence.environment import freeze
+
+    result = {"environment": freeze(Path.cwd()), **measure(arguments.checkpoint)}
+    if arguments.results:
+        arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if result["proof"]["differ"]:
+        print(f"red: {result['proof']['differ']} of {result['proof']['tokens']} tokens of a batch differ when a row is alone: no time")
+        return 1
+    print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

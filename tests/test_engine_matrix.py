@@ -1,0 +1,47 @@
+"""The engine scopes of the matrix: which models a platform runs, and what is missing or unsupported there, by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rlk.acceptance.cell import Platform
+from rlk.acceptance.matrix import CHAIN_MODEL, SNAPSHOT_WORKLOAD, enumerate_cells, gradient_names
+from rlk.contract.models import QWEN3_8B, TINY
+from rlk.loop.labels import shape_config
+from rlk.model.layout import hf_shapes
+
+ENGINE_SCOPES = ("chain", "integration", "ablation", "control")
+
+
+def test_gradients_are_named_as_in_a_checkpoint() -> None:
+    for shape in (TINY, QWEN3_8B):
+        assert gradient_names(shape) == tuple(hf_shapes(shape_config(shape)))
+    assert len(gradient_names(QWEN3_8B)) == 399
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_a_card_scores_the_full_depth_and_updates_a_part_of_it(platform: Platform) -> None:
+    cells = [cell for cell in enumerate_cells(platform) if cell.scope in ENGINE_SCOPES]
+    assert all("synthetic" in cell.workload or cell.workload == SNAPSHOT_WORKLOAD for cell in cells)
+    assert {cell.workload.startswith("qwen3-8b-4layers") for cell in cells if cell.scope != "chain"} == {True}
+    named = {cell.cell_id.removeprefix(f"{platform}/chain/"): cell.names for cell in cells if cell.scope == "chain"}
+    assert len(named["train_vs_rollout/qwen3-8b-synthetic/gate_up"]) == CHAIN_MODEL[platform].layers == 36
+    assert len(named["train_layouts/qwen3-8b-synthetic/permuted"]) == 36 * 15 + 4
+    assert len(named["train_layouts/qwen3-8b-synthetic/gradients"]) == 399
+
+
+def test_what_one_card_cannot_show_is_unsupported_by_name() -> None:
+    cells = [cell for cell in enumerate_cells("cuda") if cell.scope in ENGINE_SCOPES and not cell.required]
+    reasons = Counter(cell.unsupported for cell in cells)
+    assert reasons == {
+        "two ranks of the rollout engine need two cards": 2,
+        "no engine here mixes native and rlk operators inside one model": 6,
+    }
+
+
+def test_the_cpu_matrix_has_no_more_than_it_had() -> None:
+    cells = [cell for cell in enumerate_cells("cpu") if cell.scope in ENGINE_SCOPES]
+    assert Counter(cell.scope for cell in cells if cell.required) == {"chain": 38, "integration": 10, "ablation": 6, "control": 4}
+    assert {cell.workload.partition("-")[0] for cell in cells} == {"tiny"}
