@@ -99,7 +99,7 @@ class Rollouts:
 
     def _run(self, tp: int, cp: int, function: str, held: list[Request], job: dict[str, Any]) -> list[Outcome]:
         port = free_port() if tp * cp > 1 else 0
-        common = {"tp": tp, "cp": cp, "port": port, "timeout": 60.0, "checkpoint": str(self.checkpoint)}
+        common = {**self.topologies.job, "tp": tp, "cp": cp, "port": port, "checkpoint": str(self.checkpoint)}
         common["requests"] = [asdict(request) for request in held]
         return self.topologies.pool.run(tp * cp, WORKER, function, {**common, **job}, timeout=300)
 

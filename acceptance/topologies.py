@@ -11,21 +11,40 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from acceptance.engines import tiny_checkpoint
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.ws2 import LAYOUTS, SIDE, UPDATES, subject
+from rlk.acceptance.platforms import Platform
+from rlk.acceptance.ws2 import LAYOUTS, MODEL, SIDE, UPDATES, subject
+from rlk.contract.models import ModelShape
 from rlk.contract.numerics import DEFAULT
 from rlk.contract.orders import fold_pairs
 from rlk.contract.topology import Topology
 from rlk.evidence.bytes import Token
+from rlk.loop.labels import shape_config
+from rlk.loop.synthetic import synthetic_tensor
 from rlk.model.config import Qwen3Config
-from rlk.model.layout import pack_weights
+from rlk.model.layout import hf_shapes, pack_weights
 from rlk.model.shards import dimension
-from rlk.model.weights import load_checkpoint, model_hash, tensor_hash
+from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hash
 from rlk.parallel.pool import Outcome, Pool, free_port, require
 
 WORKER = Path(__file__).with_name("ws2_worker.py")
 ENGINES = ("rlk.train.trainer", "rlk.rollout.paged.engine")
 REFERENCE = (1, 1)
+JOB: dict[Platform, dict[str, Any]] = {
+    "cpu": {"device": "cpu", "transport": "gloo", "timeout": 60.0},
+    "cuda": {"device": "cuda", "transport": "ipc", "timeout": 120.0},
+    "rocm": {"device": "cuda", "transport": "ipc", "timeout": 120.0},
+}
+"""On a card all ranks share it and read its memory. The first run of a topology compiles kernels, on some ranks sooner than on others."""
+
+
+def synthetic_checkpoint(path: Path, shape: ModelShape) -> Path:
+    """Random weights of a shape."""
+    config = shape_config(shape)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    save_checkpoint(path, config, {name: synthetic_tensor(name, size, config, 0, device) for name, size in hf_shapes(config).items()})
+    return path
 
 
 @dataclass(frozen=True)
@@ -43,15 +62,18 @@ class Run:
         return [answer[layout] for answer in self.answers]
 
     def whole(self, layout: str, number: int) -> dict[str, torch.Tensor]:
-        """Whole tensors after update ``number`` by kind and packed name."""
+        """Whole tensors after update ``number`` by kind and packed name, or on a card the fingerprints of their shards."""
         return load_file(self.directory / f"{layout}-{number}.safetensors")
 
 
 class Topologies:
-    """Runs by topology, done at most once; a run that failed fails every cell that needs it, with the same reason."""
+    """Runs by topology, done at most once; a run that failed fails every cell that needs it, with the same reason.
 
-    def __init__(self, checkpoint: Path, scratch: Path, size: int = 8) -> None:
-        self.checkpoint, self.scratch = checkpoint, scratch
+    job: what every rank is told: its device, the transport, and for how many seconds it waits for the others.
+    """
+
+    def __init__(self, checkpoint: Path, scratch: Path, platform: Platform, size: int = 8) -> None:
+        self.checkpoint, self.scratch, self.job = checkpoint, scratch, JOB[platform]
         self.pool = Pool(size, ENGINES)
         self._done: dict[str, Run | Exception] = {}
 
@@ -88,7 +110,7 @@ class Topologies:
         return done
 
     def _outcomes(self, tp: int, cp: int, directory: Path, job: dict[str, Any]) -> list[Outcome]:
-        common = {"tp": tp, "cp": cp, "checkpoint": str(self.checkpoint), "out": str(directory), "timeout": 60.0}
+        common = {**self.job, "tp": tp, "cp": cp, "checkpoint": str(self.checkpoint), "out": str(directory)}
         port = free_port() if tp * cp > 1 else 0
         return self.pool.run(tp * cp, WORKER, "update", {**common, "port": port, **job}, timeout=300)
 
@@ -239,6 +261,8 @@ def shard_hashes(checkpoint: Path, tp: int) -> list[str]:
 def _part(name: str, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
     """Rank ``rank``'s part of a whole packed tensor; ranks count TP first."""
     cut = dimension(name)
+    if cut is not None and whole.dtype == torch.uint8:
+        cut = 0  # fingerprints of its shards
     return whole if cut is None else whole.chunk(tp, cut)[rank % tp].contiguous()
 
 
@@ -247,9 +271,10 @@ def digests(hashes: Iterable[str]) -> torch.Tensor:
     return torch.tensor([list(hashlib.sha256(h.encode()).digest()) for h in hashes], dtype=torch.uint8)
 
 
-def scratch_runs(checkpoint: Path, scratch: Path) -> Iterator[Topologies]:
+def scratch_runs(root: Path, scratch: Path, platform: Platform) -> Iterator[Topologies]:
     """Topologies with a pool that ends with the session."""
-    topologies = Topologies(checkpoint, scratch)
+    checkpoint = tiny_checkpoint(root) if platform == "cpu" else synthetic_checkpoint(scratch / "model", MODEL[platform])
+    topologies = Topologies(checkpoint, scratch, platform)
     try:
         yield topologies
     finally:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 
+from acceptance.ws2_worker import release
 from rlk.contract.records import Request, Response
 from rlk.contract.topology import Topology
 from rlk.kernels import dispatch
@@ -25,14 +26,16 @@ from rlk.rollout.paged.engine import PagedEngine
 def generate(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     """Responses of one call and the engine's read-back."""
     _begin()
-    parallel = enter(rank, Topology(tp=job["tp"], cp=job["cp"]), job["port"], job["timeout"])
+    parallel = enter(rank, Topology(tp=job["tp"], cp=job["cp"]), job["port"], job["timeout"], job["transport"])
     try:
         with _planted(job.get("fault")):
-            engine = PagedEngine(Path(job["checkpoint"]), parallel, stop_token_ids=())
+            engine = PagedEngine(Path(job["checkpoint"]), parallel, device=torch.device(job["device"]), stop_token_ids=())
             answers = engine.generate([Request.from_plain(row) for row in job["requests"]])
             return {"answers": [asdict(answer) for answer in answers], "readback": engine.readback()}
     finally:
         leave(parallel.link)
+        engine = None
+        release(job["device"])
 
 
 def score(rank: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -45,13 +48,16 @@ def score(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     held = pair([Request.from_plain(row) for row in job["requests"]], [Response.from_plain(row) for row in job["answers"]])
     try:
         trainer = MegatronTrainer(
-            Path(job["checkpoint"]), tp=job["tp"], cp=job["cp"], rank=rank, port=job["port"], timeout=job["timeout"], micro_batch_size=3
-        )
+            Path(job["checkpoint"]), tp=job["tp"], cp=job["cp"], rank=rank, port=job["port"], timeout=job["timeout"], micro_batch_size=3,
+            device=job["device"], transport=job["transport"],
+        )  # fmt: skip
         loaded = trainer.load(Path(job["weights"]), 1)
         scores = trainer.score(held)
         return {"scores": scores, "model_hash": loaded, "kernels": trainer.readback()["kernels"]}
     finally:
         process.stop()
+        trainer = None
+        release(job["device"])
 
 
 def _begin() -> None:

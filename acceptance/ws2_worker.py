@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from acceptance.fingerprints import fingerprints, whole_fingerprints
 from rlk.contract import numerics, topology
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
@@ -64,12 +66,13 @@ def update(rank: int, job: dict[str, Any]) -> dict[str, Any]:
             return {layout: _train(rank, job, layout) for layout in job["layouts"]}
     finally:
         process.stop()
+        release(job["device"])
 
 
 def _trainer(rank: int, job: dict[str, Any], layout: str) -> MegatronTrainer:
     return MegatronTrainer(
         Path(job["checkpoint"]), tp=job["tp"], cp=job["cp"], rank=rank, port=job["port"], timeout=job["timeout"],
-        micro_batch_size=LAYOUTS[layout][0], grpo=GrpoParams(kl_coef=0.05),
+        micro_batch_size=LAYOUTS[layout][0], grpo=GrpoParams(kl_coef=0.05), device=job["device"], transport=job["transport"],
     )  # fmt: skip
 
 
@@ -87,15 +90,13 @@ def _train(rank: int, job: dict[str, Any], layout: str) -> dict[str, Any]:
         held[1] = Sample(held[1].request, replace(response, token_ids=response.token_ids[:-1], logprobs=response.logprobs[:-1]))
     updates = []
     for number in range(1, job["updates"] + 1):
-        counter = _Collectives()
+        counter = _Collectives(trainer.parallel.link)
         before = trainer.score(held)
         reference = trainer.reference_score(held)
         with counter:
             metrics = _step(trainer, held, before, reference)
-        recorded = sum(row["calls"] for row in trainer.parallel.link.traffic.rows())
         found = trainer.readback()
-        parts = _parts(trainer)
-        whole = shards.whole(parts, trainer.parallel.tp)
+        parts, whole = _tensors(trainer)
         if rank == 0:
             save_file({name: tensor.contiguous() for name, tensor in whole.items()}, out / f"{layout}-{number}.safetensors")
         updates.append(
@@ -105,7 +106,7 @@ def _train(rank: int, job: dict[str, Any], layout: str) -> dict[str, Any]:
                 "norm": [metrics.grad_norm, metrics.grad_scale],
                 "model_hash": metrics.model_hash_after,
                 "traffic": found["traffic"],
-                "engine_collectives": counter.calls - recorded,
+                "engine_collectives": counter.calls,
                 "digests": {name: tensor_hash(tensor) for name, tensor in parts.items()},
             }
         )
@@ -118,7 +119,10 @@ def _train(rank: int, job: dict[str, Any], layout: str) -> dict[str, Any]:
         "partition": _partition(trainer, held, layout),
     }
     if job.get("exchange") and layout == "packed":
-        result["checkpoint"] = _exchange(rank, job, trainer)
+        published = _save(job, trainer)
+        del trainer, parts, whole, found
+        release(job["device"])
+        result["checkpoint"] = {"published": published, **_resume(rank, job)}
     return result
 
 
@@ -128,11 +132,23 @@ def _step(trainer: MegatronTrainer, held: Sequence[Sample], old: Any, reference:
     return trainer.step(held, rewards, groups, old, lr=LR, reference_scores=reference)
 
 
-def _parts(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    """This rank's gradients, parameters and optimizer state by kind and packed name."""
+def _tensors(trainer: MegatronTrainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients, parameters and optimizer state by kind and packed name, of this rank and whole; on a card their fingerprints."""
     found = {f"gradient.{name}": tensor for name, tensor in trainer.optimizer.gradients.items()}
     found |= {f"parameter.{name}": parameter.detach() for name, parameter in trainer.model.parameters.items()}
-    return found | trainer.optimizer.state()
+    found |= trainer.optimizer.state()
+    place = trainer.parallel
+    if trainer.device.type == "cpu":
+        return found, shards.whole(found, place.tp)
+    parts = fingerprints(found, len(place.shards))
+    return parts, whole_fingerprints(parts, place.tp)
+
+
+def release(device: str) -> None:
+    """Give memory of the card back to the other workers."""
+    if device != "cpu":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _partition(trainer: MegatronTrainer, held: Sequence[Sample], layout: str) -> list[dict[str, int]]:
@@ -145,29 +161,38 @@ def _partition(trainer: MegatronTrainer, held: Sequence[Sample], layout: str) ->
     ]
 
 
-def _exchange(rank: int, job: dict[str, Any], trainer: MegatronTrainer) -> dict[str, Any]:
-    """Save and publish; then go on from the state that another topology wrote: scores, and one more update."""
+def _save(job: dict[str, Any], trainer: MegatronTrainer) -> str:
+    """Save the state and publish the weights; the hash of these."""
     out = Path(job["out"])
     trainer.save_state(out / "state")
-    published = trainer.publish(out / "published", 1)
-    other = _trainer(rank, job, "packed")
-    other.load_state(Path(job["exchange"]))
+    return trainer.publish(out / "published", 1).model_hash
+
+
+def _resume(rank: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Go on from the state that another topology wrote: scores, and one more update; and the hash of the state that this one wrote."""
+    trainer = _trainer(rank, job, "packed")
+    trainer.load_state(Path(job["exchange"]))
     held = samples("packed")
-    scores = other.score(held)
-    metrics = _step(other, held, scores, other.reference_score(held))
-    state = hashlib.sha256((out / "state" / "optimizer.safetensors").read_bytes()).hexdigest()
-    return {"state": state, "published": published.model_hash, "scores": scores, "model_hash": metrics.model_hash_after}
+    scores = trainer.score(held)
+    metrics = _step(trainer, held, scores, trainer.reference_score(held))
+    state = trainer.parallel.link.lead(lambda: _file_hash(Path(job["out"]) / "state" / "optimizer.safetensors"))
+    return {"state": state, "scores": scores, "model_hash": metrics.model_hash_after}
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts every collective that reaches the transport, whoever asked for it."""
+    """Counts every collective that reaches torch otherwise than through this project's link."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: link.Link) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls, self._link = 0, link
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and not self._link.busy:
             self.calls += 1
         return func(*args, **(kwargs or {}))
 
@@ -212,13 +237,13 @@ def _ring_order() -> Iterator[None]:
         yield
 
 
-def _dies_at(run: Callable[..., None], last: int) -> Callable[..., None]:
+def _dies_at(run: Callable[..., Any], last: int) -> Callable[..., Any]:
     calls = [0]
 
-    def dying(self: link.Link, *arguments: Any) -> None:
+    def dying(self: link.Link, *arguments: Any) -> Any:
         calls[0] += 1
         if calls[0] == last:
             os.kill(os.getpid(), signal.SIGKILL)
-        run(self, *arguments)
+        return run(self, *arguments)
 
     return dying

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.platforms import Platform
 from rlk.contract.models import QWEN3_8B, TINY, ModelShape
+
+WIDE = replace(QWEN3_8B, name="qwen3-8b-2layers-synthetic", layers=2, vocab_size=4000, max_positions=512)
+"""Layers of full width; depth and vocabulary are cut so that eight ranks with optimizer state share one card."""
+MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": WIDE, "rocm": WIDE}
 
 SIDE = "train"
 UPDATES = 3
@@ -54,7 +59,7 @@ def parameter_names(model: ModelShape) -> tuple[str, ...]:
 
 def ws2_cells(platform: Platform) -> Iterator[Cell]:
     """Every cell of the scope on one platform, topologies in order."""
-    model = TINY if platform == "cpu" else QWEN3_8B
+    model = MODEL[platform]
     strict = tuple((SIDE, op) for op in OPERATORS)
     for pair in TOPOLOGIES:
         names = _names(model, pair[0] * pair[1])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.platforms import Platform
-from rlk.contract.models import QWEN3_8B, TINY
+from rlk.acceptance.ws2 import MODEL
 
 TOPOLOGIES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1))
 """Rollout (tp, cp), each against training at (1, 1) and against another process at (1, 1)."""
@@ -41,7 +41,7 @@ def pair_of(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def ws2_rollout_cells(platform: Platform) -> Iterator[Cell]:
     """Every cell of the rollout side on one platform, topologies in order, then pairs, then planted faults."""
-    workload = f"{(TINY if platform == 'cpu' else QWEN3_8B).name}-mixed"
+    workload = f"{MODEL[platform].name}-mixed"
     tokens = ("token ids", "retained ids", "logprob")
     for pair in TOPOLOGIES:
         ranks = tuple(f"rank {rank}" for rank in range(pair[0] * pair[1]))

@@ -25,7 +25,7 @@ class Link:
     """One rank's side of the job. Create it on every rank at the same point.
 
     presence: finds lost ranks. transport: what carries the data of this link's groups. message_bytes: the largest message handed to it;
-    any size gives the same bytes.
+    any size gives the same bytes. busy: whether a transport call of this link is under way.
     """
 
     def __init__(self, presence: Presence, *, transport: Transport = "gloo", message_bytes: int = 1 << 28) -> None:
@@ -33,15 +33,19 @@ class Link:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
         self.checking = True
+        self.busy = False
         self._seen: set[str] = set()
 
     def run(self, call: Callable[[], T], group: str, op: str, bytes_sent: int) -> T:
         """Run one transport call and count it; a failure becomes PeerLostError with the name of the rank that is missing."""
+        self.busy = True
         try:
             result = call()
         except RuntimeError as error:
             symptom = str(error).splitlines()[0]
             raise PeerLostError(f"{op} on {group}: {self.presence.verdict(symptom)}") from error
+        finally:
+            self.busy = False
         self.traffic.add(group, op, bytes_sent)
         return result
 
