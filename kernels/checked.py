@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -11,6 +13,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 T = TypeVar("T")
 
 _known = WeakIdKeyDictionary()  # tensor → (version, {facts: value})
+_trust = threading.local()
+
+
+@contextmanager
+def trusted() -> Iterator[None]:
+    """No check runs in this thread inside: the caller refused wrong values where they came in, and its host must not wait for the device.
+
+    A wrong value then shows as NaN, as in a captured graph.
+    """
+    before = getattr(_trust, "on", False)
+    _trust.on = True
+    try:
+        yield
+    finally:
+        _trust.on = before
 
 
 def remembered(tensor: torch.Tensor, facts: Hashable, compute: Callable[[], T]) -> T:
@@ -33,9 +50,9 @@ def remembered(tensor: torch.Tensor, facts: Hashable, compute: Callable[[], T]) 
 def check_once(tensor: torch.Tensor, facts: Hashable, check: Callable[[], None]) -> None:
     """Run ``check``, which raises if the values of ``tensor`` are wrong, unless it passed before.
 
-    None runs while a graph is captured, where the host must not wait. Kernels therefore never read or write outside their operands
-    whatever the values are.
+    None runs while a graph is captured, where the host must not wait, nor inside :func:`trusted`. Kernels therefore never read or write
+    outside their operands whatever the values are.
     """
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    if tensor.is_cuda and (getattr(_trust, "on", False) or torch.cuda.is_current_stream_capturing()):
         return
     remembered(tensor, facts, check)

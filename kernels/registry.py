@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlk.kernels._triton import TritonSource
 from rlk.kernels.attention.cpu import LIBRARY as ATTENTION
+from rlk.kernels.attention.vendor_library import LIBRARY as FLASH_ATTENTION
 from rlk.kernels.batch_invariant_logp.cpu import LIBRARY as BATCH_INVARIANT_LOGP
 from rlk.kernels.det_gemm.cpu import LIBRARY as DET_GEMM
 from rlk.kernels.det_gemm.vendor import LIBRARY as CUBLASLT
@@ -27,17 +28,21 @@ _OPERATORS = {
     SILU: ("silu",),
     SWIGLU: ("swiglu",),
 }
-_TRITON = {library.op: operators for library, operators in _OPERATORS.items()} | {"logp": ("logp", "batch_invariant_logp")}
-"""As on the CPU, but for one: there batch_invariant_logp has its own source of logp's arithmetic."""
+_TRITON = {library.op: operators for library, operators in _OPERATORS.items()} | {
+    "logp": ("logp", "batch_invariant_logp"),
+    "serving": ("serving", "qk_norm", "rope", "rms_norm"),
+}
+"""As on the CPU, but for two: there batch_invariant_logp has its own source of logp's arithmetic, and serving is its composition."""
 
 
 def declared_kernels() -> dict[str, tuple[str, ...]]:
     """Kernel id → operators that may report it on this machine. Nothing is built.
 
-    CPU ids are computed from source, flags, compiler and CPU, Triton ids from source and options, the vendor library's from source and
-    version where this torch build holds it; operators share the same sources in all of them.
+    CPU ids are computed from source, flags, compiler and CPU, Triton ids from source and options, those of vendor libraries from source and
+    version where they are installed; operators share the same sources in all of them.
     """
     cpu = {library.kernel_id: operators for library, operators in _OPERATORS.items()}
     triton = {TritonSource(op).kernel_id: operators for op, operators in _TRITON.items()}
-    vendor = {CUBLASLT.kernel_id: ("det_gemm", "lm_head")} if CUBLASLT.available else {}
+    vendor: dict[str, tuple[str, ...]] = {CUBLASLT.kernel_id: ("det_gemm", "lm_head")} if CUBLASLT.available else {}
+    vendor |= {FLASH_ATTENTION.kernel_id: ("attention",)} if FLASH_ATTENTION.available else {}
     return cpu | triton | vendor

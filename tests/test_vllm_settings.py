@@ -17,8 +17,16 @@ from rlk.contract.records import Request
 from rlk.contract.sampling import SamplingParams
 from rlk.model.config import CheckpointError, Qwen3Config
 from rlk.rollout.requests import eos_token_ids, refusal
+from rlk.rollout.vllm.engine import LARGEST_GRAPH, default_cudagraph_sizes
 from rlk.rollout.vllm.plugin import ARCHITECTURE
-from rlk.rollout.vllm.settings import LOGPROBS_MODE, WORKER, EngineRefusal, additional_config, numerics_of, require_supported
+from rlk.rollout.vllm.settings import (
+    LOGPROBS_MODE,
+    WORKERS,
+    EngineRefusal,
+    additional_config,
+    numerics_of,
+    require_supported,
+)
 
 CONFIG = Qwen3Config(
     vocab_size=260, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8,
@@ -35,9 +43,9 @@ def supported(directory: Path, **config: Any) -> Any:
             architectures=[ARCHITECTURE], max_model_len=512,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, world_size=1, data_parallel_size=1, worker_cls=WORKER),
-        scheduler_config=SimpleNamespace(async_scheduling=False),
-        compilation_config=SimpleNamespace(mode=0),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, world_size=1, data_parallel_size=1, worker_cls=WORKERS["cpu"]),
+        scheduler_config=SimpleNamespace(async_scheduling=False), device_config=SimpleNamespace(device_type="cpu"),
+        compilation_config=SimpleNamespace(mode=0, cudagraph_mode=None), attention_config=SimpleNamespace(backend=None),
         speculative_config=None, lora_config=None, kv_transfer_config=None, additional_config=additional_config(DEFAULT),
     )  # fmt: skip
 
@@ -71,8 +79,11 @@ def test_tensor_parallel_ranks_hold_whole_shards(tmp_path: Path) -> None:
         ("parallel_config.world_size", 2, "2 ranks"),
         ("parallel_config.data_parallel_size", 4, "4 ranks"),
         ("parallel_config.worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker", "worker class"),
-        ("scheduler_config.async_scheduling", True, "asynchronous scheduling"),
+        ("scheduler_config.async_scheduling", True, "asynchronous scheduling on the CPU"),
+        ("device_config.device_type", "tpu", "device tpu"),
+        ("attention_config.backend", "FLASH_ATTN", "attention backend FLASH_ATTN"),
         ("compilation_config.mode", 3, "compilation mode 3"),
+        ("compilation_config.cudagraph_mode", SimpleNamespace(name="PIECEWISE"), "CUDA graph mode PIECEWISE"),
         ("additional_config", {}, "additional_config"),
     ],
 )
@@ -85,6 +96,34 @@ def test_everything_else_is_refused_by_name(tmp_path: Path, where: str, value: A
     setattr(target, name, value)
     with pytest.raises(EngineRefusal, match=named):
         require_supported(config)
+
+
+def on_a_card(directory: Path) -> Any:
+    config = supported(directory)
+    config.device_config.device_type, config.parallel_config.worker_cls = "cuda", WORKERS["cuda"]
+    config.scheduler_config.async_scheduling, config.compilation_config.cudagraph_mode = True, SimpleNamespace(name="FULL_DECODE_ONLY")
+    return config
+
+
+def test_a_card_takes_graphs_for_decode_and_asynchronous_scheduling(tmp_path: Path) -> None:
+    assert require_supported(on_a_card(tmp_path)) == CONFIG
+
+
+def test_a_card_takes_one_rank_and_its_own_worker(tmp_path: Path) -> None:
+    config = on_a_card(tmp_path)
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = 2
+    with pytest.raises(EngineRefusal, match="2 tensor parallel ranks on cuda"):
+        require_supported(config)
+    config = on_a_card(tmp_path)
+    config.parallel_config.worker_cls = WORKERS["cpu"]
+    with pytest.raises(EngineRefusal, match=r"worker class .*StrictCpuWorker"):
+        require_supported(config)
+
+
+def test_default_graphs_reach_exactly_to_the_largest_step() -> None:
+    assert default_cudagraph_sizes(1) == [1]
+    assert default_cudagraph_sizes(10) == [1, 2, 4, 8, 10]
+    assert default_cudagraph_sizes(1024)[-2:] == [496, LARGEST_GRAPH]
 
 
 def test_tied_embeddings_are_refused(tmp_path: Path) -> None:

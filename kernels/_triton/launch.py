@@ -85,9 +85,13 @@ class TritonSource:
         return f"triton:{self.op}:{sha.hexdigest()[:12]}"
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], *arguments: Any, op: str | None, warps: int = 4, stages: int = 1, **constants: Any
-    ) -> None:
-        """Run ``kernel`` over ``grid`` and record ``op`` as run (None: a part of a launch that is recorded under its own name)."""
+        self, kernel: Any, grid: tuple[int, ...], *arguments: Any, op: str | tuple[str, ...] | None, warps: int = 4, stages: int = 1,
+        **constants: Any,
+    ) -> None:  # fmt: skip
+        """Run ``kernel`` over ``grid`` and record ``op``, or each operator that it fuses, as run.
+
+        None: a part of a launch that is recorded under its own name.
+        """
         options = {"num_warps": warps, "num_stages": stages, **OPTIONS[platform()]}
         if _recorded is not None:
             _recorded.append(Launch(self.op, kernel, arguments, constants, options))
@@ -95,8 +99,8 @@ class TritonSource:
         tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
         with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
             kernel[grid](*arguments, **constants, **options)
-        if op is not None:
-            record(op, "triton", self.kernel_id)
+        for ran in (op,) if isinstance(op, str) else op or ():
+            record(ran, "triton", self.kernel_id)
 
 
 def from_triton(op: str, function: str) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ Both directions only copy bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -99,49 +99,81 @@ def pack_weights(hf: Mapping[str, torch.Tensor], config: Qwen3Config, numerics: 
     Raises CheckpointError for a missing, extra or wrongly shaped tensor, ContractError if canonical_tp does not divide a size.
     """
     check_shapes({name: tuple(t.shape) for name, t in hf.items()}, hf_shapes(config), "weights to pack")
-    shapes = packed_shapes(config, numerics)
-    groups, shards, head_dim, hidden = config.num_key_value_heads, numerics.canonical_tp, config.head_dim, config.hidden_size
-    packed = {name: _pad_rows(hf[source], shapes[name][0]) for name, source in _VOCABULARY.items()}
-    packed.update({name: hf[source] for name, source in _TOP_SAME.items()})
-    for i in range(config.num_hidden_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        packed.update({ours + name: hf[theirs + source] for name, source in _LAYER_SAME.items()})
-        heads = [hf[f"{theirs}self_attn.{kind}_proj.weight"].reshape(groups, -1, head_dim, hidden) for kind in "qkv"]
-        packed[ours + "qkv"] = torch.cat(heads, dim=1).reshape(-1, hidden)
-        halves = [hf[f"{theirs}mlp.{kind}_proj.weight"].reshape(shards, -1, hidden) for kind in ("gate", "up")]
-        packed[ours + "gate_up"] = torch.cat(halves, dim=1).reshape(-1, hidden)
-    return {name: packed[name] for name in shapes}
+    packed: dict[str, torch.Tensor] = {}
+    for name, shape in packed_shapes(config, numerics).items():
+        sources = sources_of(name)
+        if len(sources) == 1 and tuple(hf[sources[0]].shape) == shape:
+            packed[name] = hf[sources[0]]
+            continue
+        packed[name] = hf[sources[0]].new_empty(shape)
+        pack_into(packed[name], name, hf, config, numerics)
+    return packed
 
 
-def unpack_weights(packed: Mapping[str, torch.Tensor], config: Qwen3Config, numerics: Numerics) -> dict[str, torch.Tensor]:
-    """Exact inverse of :func:`pack_weights`, without the padding rows.
+def pack_into(to: torch.Tensor, name: str, hf: Mapping[str, torch.Tensor], config: Qwen3Config, numerics: Numerics) -> None:
+    """Write packed tensor ``name`` into ``to``, on any device, from the HF tensors of :func:`sources_of`."""
+    sources = [hf[source] for source in sources_of(name)]
+    if len(sources) == 1:
+        rows = sources[0].shape[0]
+        to[:rows].copy_(sources[0])
+        to[rows:].zero_()
+        return
+    for part, source in zip(_parts(to, name, config, numerics), sources, strict=True):
+        part.copy_(source.reshape(part.shape))
+
+
+def sources_of(name: str) -> tuple[str, ...]:
+    """HF names of what packed tensor ``name`` holds, in the order of its rows."""
+    layer, _, last = name.rpartition(".")
+    if not layer:
+        return ((_VOCABULARY | _TOP_SAME)[name],)
+    kinds = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "gate_up": ("mlp.gate_proj", "mlp.up_proj")}
+    names = [f"{kind}.weight" for kind in kinds[last]] if last in kinds else [_LAYER_SAME[last]]
+    return tuple(f"model.{layer}.{source}" for source in names)
+
+
+def _parts(packed: torch.Tensor, name: str, config: Qwen3Config, numerics: Numerics) -> tuple[torch.Tensor, ...]:
+    """Views of a whole packed qkv or gate_up, one per HF tensor: [groups, heads, D, hidden] or [shards, rows, hidden]."""
+    if name.endswith("qkv"):
+        heads = packed.view(config.num_key_value_heads, config.heads_per_group + 2, config.head_dim, -1)
+        return heads.split([config.heads_per_group, 1, 1], dim=1)
+    return packed.view(numerics.canonical_tp, 2, -1, packed.shape[1]).unbind(dim=1)
+
+
+class Unpacked(Mapping[str, torch.Tensor]):
+    """Exact inverse of :func:`pack_weights`, without the padding rows; a tensor is made when it is asked for.
 
     Raises CheckpointError for a missing, extra or wrongly shaped tensor, and for a padding row that is not +0.
     """
-    check_shapes({name: tuple(t.shape) for name, t in packed.items()}, packed_shapes(config, numerics), "packed weights")
-    groups, shards, head_dim, hidden = config.num_key_value_heads, numerics.canonical_tp, config.head_dim, config.hidden_size
-    hf = {source: _drop_rows(name, packed[name], config.vocab_size) for name, source in _VOCABULARY.items()}
-    hf.update({source: packed[name] for name, source in _TOP_SAME.items()})
-    for i in range(config.num_hidden_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        hf.update({theirs + source: packed[ours + name] for name, source in _LAYER_SAME.items()})
-        heads = packed[ours + "qkv"].reshape(groups, config.heads_per_group + 2, head_dim, hidden)
-        for kind, part in zip("qkv", heads.split([config.heads_per_group, 1, 1], dim=1)):
-            hf[f"{theirs}self_attn.{kind}_proj.weight"] = part.reshape(-1, hidden)
-        halves = packed[ours + "gate_up"].reshape(shards, 2, -1, hidden)
-        for kind, part in zip(("gate", "up"), halves.unbind(dim=1)):
-            hf[f"{theirs}mlp.{kind}_proj.weight"] = part.reshape(-1, hidden)
-    return {name: hf[name].contiguous() for name in hf_shapes(config)}
+
+    def __init__(self, packed: Mapping[str, torch.Tensor], config: Qwen3Config, numerics: Numerics) -> None:
+        check_shapes({name: tuple(t.shape) for name, t in packed.items()}, packed_shapes(config, numerics), "packed weights")
+        self._packed, self._config, self._numerics = packed, config, numerics
+        self._names = hf_shapes(config)
+        self._places = {source: (name, i) for name in packed for i, source in enumerate(sources_of(name))}
+        for name in _VOCABULARY:
+            _require_padding(name, packed[name], config.vocab_size)
+
+    def __getitem__(self, source: str) -> torch.Tensor:
+        name, i = self._places[source]
+        held, shape = self._packed[name], self._names[source]
+        if len(sources_of(name)) == 1:
+            return held[: shape[0]].contiguous()
+        return _parts(held, name, self._config, self._numerics)[i].reshape(shape).contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
-def _pad_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    padded = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    padded[: weight.shape[0]] = weight
-    return padded
+def unpack_weights(packed: Mapping[str, torch.Tensor], config: Qwen3Config, numerics: Numerics) -> dict[str, torch.Tensor]:
+    """Every tensor of :class:`Unpacked`."""
+    return dict(Unpacked(packed, config, numerics))
 
 
-def _drop_rows(name: str, weight: torch.Tensor, rows: int) -> torch.Tensor:
+def _require_padding(name: str, weight: torch.Tensor, rows: int) -> None:
     # Bytes, not values: a padding row of -0 compares equal to zero and is still a broken contract.
     if weight[rows:].contiguous().view(torch.uint8).any():
         raise CheckpointError(f"packed weights: {name} has a padding row at or after {rows} that is not +0; keep updates off padding rows")
-    return weight[:rows]

@@ -23,7 +23,7 @@ from rlk.kernels.rope import rope, rope_table
 from rlk.kernels.swiglu import swiglu
 from rlk.model import shards
 from rlk.model.config import Qwen3Config
-from rlk.model.layout import pack_weights, packed_shapes, unpack_weights
+from rlk.model.layout import Unpacked, check_shapes, hf_shapes, pack_into, packed_shapes
 from rlk.model.linear import column, joined, output, row, vocabulary_embedding
 from rlk.model.trace import Trace
 from rlk.parallel.collectives import ALONE, Group
@@ -90,10 +90,13 @@ def decoder_layer(
     attended = keep("attention", ops.attend(q, k, v))
     x = keep("attn_residual", x + keep("o_proj", ops.o_proj(attended)))
     gate_up = keep("gate_up", ops.gate_up(keep("post_norm", ops.post_norm(x))))
-    # A tensor-parallel rank holds a whole number of canonical shards; their count follows from the local width.
-    held = numerics.canonical_tp * gate_up.shape[-1] // (2 * config.intermediate_size)
-    activated = keep("swiglu", swiglu(gate_up, held))
+    activated = keep("swiglu", swiglu(gate_up, held_shards(gate_up, config, numerics)))
     return keep("mlp_residual", x + keep("down_proj", ops.down_proj(activated)))
+
+
+def held_shards(gate_up: torch.Tensor, config: Qwen3Config, numerics: Numerics) -> int:
+    """Canonical shards in ``gate_up``: a tensor-parallel rank holds a whole number of them, which follows from the local width."""
+    return numerics.canonical_tp * gate_up.shape[-1] // (2 * config.intermediate_size)
 
 
 class Qwen3Layer(nn.Module):
@@ -164,18 +167,31 @@ class Qwen3Dense(nn.Module):
 
     def load_hf(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy a whole checkpoint (HF names, bf16) into the packed parameters. Raises CheckpointError naming a wrong tensor."""
-        packed = pack_weights(tensors, self.config, self.numerics)
+        check_shapes({name: tuple(t.shape) for name, t in tensors.items()}, hf_shapes(self.config), "weights to load")
+        shapes = packed_shapes(self.config, self.numerics)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                parameter.copy_(shards.part(name, packed[name], self.tp))
+                if self.tp.size == 1:
+                    pack_into(parameter, name, tensors, self.config, self.numerics)
+                    continue
+                whole = torch.empty(shapes[name], dtype=parameter.dtype)
+                pack_into(whole, name, tensors, self.config, self.numerics)
+                parameter.copy_(shards.part(name, whole, self.tp))
 
-    def hf_tensors(self) -> dict[str, torch.Tensor]:
-        """The weights that this module and its peers compute with, by HF name: the read-back behind a model hash."""
-        return unpack_weights(shards.whole(self.parts(), self.tp), self.config, self.numerics)
+    def hf_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The weights that this module and its peers compute with, by HF name: the read-back behind a model hash.
+
+        Each tensor is made when it is asked for.
+        """
+        return Unpacked(shards.whole(self.parts(), self.tp), self.config, self.numerics)
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The weights that this rank computes with, by packed name."""
         return dict(self.named_parameters())
+
+    def decoder_layers(self) -> list[Qwen3Layer]:
+        """The layers in order."""
+        return list(cast(Iterable[Qwen3Layer], self.layers))
 
     def forward(
         self,
@@ -192,7 +208,7 @@ class Qwen3Dense(nn.Module):
         x = vocabulary_embedding(ids, self.embedding, self.config.vocab_size, self.tp)
         if trace is not None:
             trace.put("embedding", x)
-        for i, layer in enumerate(cast(Iterable[Qwen3Layer], self.layers)):
+        for i, layer in enumerate(self.decoder_layers()):
             ops = layer.ops(partial(attend, i), self.config, self.numerics, self.tp)
             x = decoder_layer(x, ops, positions, self.rope_table, self.config, self.numerics, trace, f"layers.{i}.")
         hidden = rms_norm(x, self.final_norm, self.config.rms_norm_eps)

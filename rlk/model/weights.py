@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from rlk.model.layout import check_shapes, hf_shapes
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_HASHERS = 16
+_PIECE = 16 << 20
 # What an engine needs beside the weights; a copied checkpoint keeps these files byte for byte.
 _COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -43,15 +46,36 @@ class Checkpoint:
 def tensor_hash(tensor: torch.Tensor) -> str:
     """SHA-256 (hex) over dtype, shape and raw row-major bytes, so that equal bytes of another shape or dtype hash differently."""
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    digest.update(raw.numpy().data)
+    for piece in _host_pieces(tensor.detach().contiguous().reshape(-1).view(torch.uint8)):
+        digest.update(piece.numpy().data)
     return digest.hexdigest()
 
 
 def model_hash(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 (hex) over the sorted lines "name tensor_hash": the identity of a model, whatever files hold it."""
-    lines = "".join(f"{name} {tensor_hash(tensors[name])}\n" for name in sorted(tensors))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    """SHA-256 (hex) over the sorted lines "name tensor_hash": the identity of a model, whatever files hold it.
+
+    Tensors are asked for and hashed in a few threads, so a mapping may make each when it is asked.
+    """
+    with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
+        hashes = pool.map(lambda name: f"{name} {tensor_hash(tensors[name])}\n", sorted(tensors))
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _host_pieces(raw: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of ``raw`` in host memory, in order; from a card through one pinned buffer, which the next piece overwrites."""
+    if not raw.is_cuda:
+        yield raw
+        return
+    with torch.cuda.device(raw.device):
+        ready, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(ready)
+        buffer = torch.empty(min(_PIECE, raw.numel()), dtype=torch.uint8, pin_memory=True)
+        for piece in raw.split(_PIECE):
+            with torch.cuda.stream(stream):
+                buffer[: piece.numel()].copy_(piece, non_blocking=True)
+            stream.synchronize()
+            yield buffer[: piece.numel()]
+        raw.record_stream(stream)
 
 
 def load_checkpoint(directory: Path) -> Checkpoint:

@@ -1,4 +1,7 @@
-"""Attention backend of strict mode: keys and values into vLLM's paged cache, then the contract's paged attention over it."""
+"""Attention backend of strict mode: keys and values into vLLM's paged cache, then the contract's paged attention over it.
+
+What vLLM asks of a backend on one device alone, and its own names for it, is in ``attention_cpu`` and ``attention_cuda``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -15,9 +20,10 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from rlk.kernels.attention import paged_attention
+from rlk.kernels.serving import rotate_into_cache, store_kv
 from rlk.rollout.vllm.settings import EngineRefusal
 
 
@@ -26,7 +32,7 @@ class PagedMetadata(AttentionMetadata):
     """One step: S scheduled requests with T rows in all.
 
     query_start_loc: int64 [S+1]; seq_lens: int64 [S], including this step's rows; block_table: int32 [S, pages];
-    slots: int64 [T], page·page_size + offset of each row's key and value.
+    slots: int64 [T], page·page_size + offset of each row's key and value, −1 for a row that has none.
     """
 
     query_start_loc: torch.Tensor
@@ -46,11 +52,15 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         if step.causal is not True:
             raise EngineRefusal("strict attention is causal: leave bidirectional or dynamic masks out")
         return PagedMetadata(
-            query_start_loc=step.query_start_loc[: step.num_reqs + 1].long(),
-            seq_lens=step.seq_lens[: step.num_reqs].long(),
+            query_start_loc=self.widened("query_start_loc", step.query_start_loc[: step.num_reqs + 1]),
+            seq_lens=self.widened("seq_lens", step.seq_lens[: step.num_reqs]),
             block_table=step.block_table_tensor[: step.num_reqs].contiguous(),
             slots=step.slot_mapping[: step.num_actual_tokens].long(),
         )
+
+    def widened(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        """``numbers`` as int64."""
+        return numbers.long()
 
 
 class RlkAttentionImpl(AttentionImpl[PagedMetadata]):
@@ -71,7 +81,9 @@ class RlkAttentionImpl(AttentionImpl[PagedMetadata]):
         *,
         kv_tile: int,
         kv_split: int,
+        backend: str | None,
     ) -> None:
+        """backend: of the operator, None for the device's own."""
         refused = {
             "ALiBi": alibi_slopes,
             "sliding windows": sliding_window,
@@ -85,7 +97,7 @@ class RlkAttentionImpl(AttentionImpl[PagedMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.kv_tile, self.kv_split = kv_tile, kv_split
+        self.kv_tile, self.kv_split, self.backend = kv_tile, kv_split, backend
 
     def forward(
         self,
@@ -104,25 +116,45 @@ class RlkAttentionImpl(AttentionImpl[PagedMetadata]):
             return output.zero_()
         if output_scale is not None or output_block_scale is not None:
             raise EngineRefusal("strict attention does not support fused output quantization: use a bf16 checkpoint")
-        if query.shape[0] != attn_metadata.slots.shape[0]:
-            raise EngineRefusal(
-                f"strict attention got {query.shape[0]} rows for {attn_metadata.slots.shape[0]} tokens: leave batch padding off"
-            )
-        page, dim = kv_cache.shape[2], self.head_size
-        block, offset = attn_metadata.slots // page, attn_metadata.slots % page
-        kv_cache[block, :, offset, :dim] = key
-        kv_cache[block, :, offset, dim:] = value
-        attended = paged_attention(
+        self._require_rows(query, attn_metadata)
+        store_kv(key, value, kv_cache, attn_metadata.slots)
+        return output.copy_(self._attend(query, kv_cache, attn_metadata))
+
+    def attend_packed(
+        self,
+        layer: Attention,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        q_gamma: torch.Tensor,
+        k_gamma: torch.Tensor,
+        eps: float,
+        table: torch.Tensor,
+    ) -> torch.Tensor:
+        """:meth:`forward` from the packed projection (arguments of ``rlk.kernels.serving.rotate_into_cache``): [T, Hq·D]."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:
+            return qkv.new_zeros(qkv.shape[0], self.num_heads * self.head_size)
+        mine = metadata[layer.layer_name]
+        self._require_rows(qkv, mine)
+        query = rotate_into_cache(qkv, q_gamma, k_gamma, eps, positions, table, layer.kv_cache, mine.slots)
+        return self._attend(query, layer.kv_cache, mine).flatten(1)
+
+    def _require_rows(self, query: torch.Tensor, metadata: PagedMetadata) -> None:
+        if query.shape[0] != metadata.slots.shape[0]:
+            raise EngineRefusal(f"strict attention got {query.shape[0]} rows for {metadata.slots.shape[0]} tokens: leave batch padding off")
+
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PagedMetadata) -> torch.Tensor:
+        return paged_attention(
             query,
             kv_cache,
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
             scale=self.scale,
             kv_tile=self.kv_tile,
             kv_split=self.kv_split,
+            backend=self.backend,
         )
-        return output.copy_(attended)
 
 
 class RlkAttentionBackend(AttentionBackend):
@@ -144,8 +176,3 @@ class RlkAttentionBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[PagedMetadataBuilder]:
         return PagedMetadataBuilder
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """[blocks, KV heads, page, 2·D] per layer, K then V."""
-        return (KVCacheLayout.LBHNC,)

@@ -41,6 +41,7 @@ def response(request: Request, output: RequestOutput, kept: Sequence[Sequence[in
     if completion.finish_reason is None or completion.logprobs is None:
         raise EngineRefusal(f"sample {request.sample_id}: vLLM returned an unfinished output or no logprobs")
     logprobs = tuple(float(position[token].logprob) for position, token in zip(completion.logprobs, ids, strict=True))
-    support = tuple(tuple(token) for token in kept) if kept is not None else None
+    # A token that was drawn before vLLM knew that its request had stopped is no part of the response.
+    support = tuple(tuple(token) for token in kept[: len(ids)]) if kept is not None else None
     cached = int(output.num_cached_tokens or 0)
     return Response(request.sample_id, request.prompt_ids, ids, logprobs, support, completion.finish_reason, cached, version)

@@ -15,37 +15,48 @@ from rlk.model.config import Qwen3Config
 from rlk.parallel.rendezvous import LOOPBACK
 from rlk.rollout.requests import eos_token_ids, refusal, refused_response, require_distinct
 from rlk.rollout.vllm import convert
-from rlk.rollout.vllm.plugin import ARCHITECTURE, MODEL
-from rlk.rollout.vllm.settings import EXTENSION, LOGPROBS_MODE, WORKER, EngineRefusal, additional_config
+from rlk.rollout.vllm.plugin import ARCHITECTURE, MODEL, register
+from rlk.rollout.vllm.settings import EXTENSION, LOGPROBS_MODE, WORKERS, EngineRefusal, additional_config
 
 BLOCK_SIZE = 16
 """Tokens per KV page in strict mode; native mode keeps vLLM's own choice."""
 
-_STRICT = {
-    "worker": WORKER,
+LARGEST_GRAPH = 512
+"""Decode steps of more rows run eagerly."""
+
+_UNUSED_SHARE = 0.01
+"""vLLM checks this share of the card's memory and then ignores it, since the size of the KV cache is given; others may have the rest."""
+
+_STRICT: dict[str, Any] = {
     "model": MODEL.replace(":", "."),
-    "sampler": "rlk.rollout.vllm.sampler.StrictSampler",
     "attention": ["rlk.rollout.vllm.attention.RlkAttentionImpl"],
     "block_size": BLOCK_SIZE,
+    "compile_mode": 0,
     "model_hash_of": "live parameters",
 }
-_NATIVE = {
-    "worker": "vllm.v1.worker.cpu_worker.CPUWorker",
+_NATIVE: dict[str, Any] = {
     "model": "vllm.model_executor.models.qwen3.Qwen3ForCausalLM",
     "sampler": "vllm.v1.sample.sampler.Sampler",
-    "attention": ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"],
     "numerics": None,
     "kernels": [],
+}
+_RUNNERS = {"cpu": "vllm.v1.worker.cpu_model_runner.CPUModelRunner", "cuda": "vllm.v1.worker.gpu_model_runner.GPUModelRunner"}
+_SAMPLERS = {"cpu": "rlk.rollout.vllm.sampler.HostSampler", "cuda": "rlk.rollout.vllm.sampler_cuda.DeviceStrictSampler"}
+_NATIVE_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.worker.gpu_worker.Worker"}
+_NATIVE_ATTENTION = {
+    "cpu": "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
+    "cuda": "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl",
 }
 
 
 class VllmEngine:
-    """One vLLM engine on the CPU.
+    """One vLLM engine on the CPU or on one card.
 
     strict: model, attention and sampler of the contract inside vLLM's scheduler, paged cache, chunked prefill and prefix cache; anything
     unsupported is refused at start by name. native: stock Qwen3, stock attention and sampler; requests are drawn from the engine's seed,
-    not from their own, and return no support. Both run eagerly with the same scheduler settings, and every start compares what was built
-    with what was asked for.
+    not from their own, and return no support. Both have the same scheduler settings and model runner, and every start compares what was
+    built with what was asked for. On a card a strict engine replays one CUDA graph per decode step, captured without compiling the model,
+    and a native one compiles and captures as vLLM does by itself; unless enforce_eager.
 
     The engine runs in this process, where vLLM replaces ``torch.set_num_threads`` and ``torch.accelerator.*``: never share it with a
     trainer. separate_process=True gives it a process of its own, at the price of a slower start; the process that starts it must then be
@@ -57,6 +68,9 @@ class VllmEngine:
         checkpoint: Path,
         *,
         mode: Literal["strict", "native"],
+        device: Literal["cpu", "cuda"] = "cpu",
+        enforce_eager: bool | None = None,
+        cudagraph_sizes: Sequence[int] | None = None,
         numerics: Numerics = DEFAULT,
         max_model_len: int = 512,
         max_num_batched_tokens: int = 64,
@@ -72,6 +86,9 @@ class VllmEngine:
     ) -> None:
         """checkpoint: directory in Hugging Face layout; its weights are served as ``weight_version``.
 
+        enforce_eager: no CUDA graphs and no compilation; None is True on the CPU, which has neither, and False on a card.
+        cudagraph_sizes: rows of the graphs that a strict engine captures; None takes :func:`default_cudagraph_sizes`. A decode step of
+        fewer rows than a graph is filled up.
         max_model_len: tokens of prompt and response together. max_num_batched_tokens: budget of one step, which longer prompts are chunked
         by. kv_cache_bytes: size of the paged cache of each rank. stop_token_ids: None takes the checkpoint's end-of-sequence ids. seed: of
         native draws. tensor_parallel_size: ranks that share the model, strict mode only; more than one run in processes of their own, each
@@ -81,9 +98,15 @@ class VllmEngine:
         """
         if mode not in ("strict", "native"):
             raise EngineRefusal(f"mode={mode!r} is neither 'strict' nor 'native'")
+        if device not in WORKERS:
+            raise EngineRefusal(f"device={device!r} is neither 'cpu' nor 'cuda': an engine runs where it is told to")
+        eager = device == "cpu" if enforce_eager is None else enforce_eager
+        if device == "cpu" and not eager:
+            raise EngineRefusal("enforce_eager=False on the CPU: vLLM captures graphs on a card only")
+        sizes = [] if eager else sorted(set(cudagraph_sizes or default_cudagraph_sizes(max_num_seqs)))
         if mode == "native" and tensor_parallel_size > 1:
             raise EngineRefusal(f"mode='native' with tensor_parallel_size={tensor_parallel_size}: run the native engine on one rank")
-        self.mode, self.numerics, self.max_model_len = mode, numerics, max_model_len
+        self.mode, self.device, self.numerics, self.max_model_len = mode, device, numerics, max_model_len
         self.config = Qwen3Config.from_json(checkpoint)
         self._stop = tuple(eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
         self._rpc_timeout = rpc_timeout
@@ -94,7 +117,7 @@ class VllmEngine:
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "dtype": "bfloat16",
-            "enforce_eager": True,
+            "enforce_eager": eager,
             "max_model_len": max_model_len,
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_num_seqs": max_num_seqs,
@@ -109,13 +132,18 @@ class VllmEngine:
         }
         if tensor_parallel_size > 1:
             arguments["distributed_executor_backend"] = "mp"
+        if device == "cuda":
+            arguments["gpu_memory_utilization"] = _UNUSED_SHARE
         if mode == "strict":
             arguments |= {
                 "hf_overrides": {"architectures": [ARCHITECTURE]},
-                "worker_cls": WORKER,
+                "worker_cls": WORKERS[device],
                 "block_size": BLOCK_SIZE,
                 "additional_config": additional_config(numerics),
             }
+            if device == "cuda":
+                graphs = {"cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY"} | ({} if eager else {"cudagraph_capture_sizes": sizes})
+                arguments |= {"compilation_config": {"mode": 0, **graphs}, "async_scheduling": True}
         else:
             arguments["worker_extension_cls"] = EXTENSION
         for name in engine_options or {}:
@@ -127,26 +155,42 @@ class VllmEngine:
         )  # fmt: skip
         self._asked: dict[str, Any] = {
             **{name: arguments[name] for name in shared},
-            "runner": "vllm.v1.worker.cpu_model_runner.CPUModelRunner",
+            "device": device,
+            "runner": _RUNNERS[device],
             "attention_layers": self.config.num_hidden_layers,
             "dtype": "torch.bfloat16",
-            "compile_mode": 0,
             "subnormals_kept": True,
-            **({**_STRICT, "numerics": numerics.as_dict()} if mode == "strict" else _NATIVE),
         }
+        if mode == "strict":
+            self._asked |= {**_STRICT, "worker": WORKERS[device], "sampler": _SAMPLERS[device], "numerics": numerics.as_dict()}
+            self._asked |= {"cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY", "cudagraph_sizes": sizes}
+        else:
+            self._asked |= {**_NATIVE, "worker": _NATIVE_WORKERS[device], "attention": [_NATIVE_ATTENTION[device]]}
+        if eager:
+            self._asked |= {"compile_mode": 0, "cudagraph_mode": "NONE"}
         self.tensor_parallel_size = tensor_parallel_size
         _prepare_environment(separate_process, tensor_parallel_size)
         from vllm import LLM
+        from vllm.platforms import current_platform
 
+        if current_platform.device_type != device:
+            raise EngineRefusal(
+                f"device={device!r}, but the vLLM installed here is built for {current_platform.device_type!r}: install vLLM for {device}"
+            )
+        if mode == "strict":
+            register()
         self._llm = LLM(**arguments, **(engine_options or {}))
         self._rpc("rlk_start")
         found = self._ranks("rlk_readback")
         self._require_asked(found)
+        self._require_captured(found, sizes)
         self._processes = tuple(each["pid"] for each in found)
         self._rpc("rlk_serve", weight_version)
 
-    def generate(self, requests: Sequence[Request]) -> list[Response]:
+    def generate(self, requests: Sequence[Request], *, supports: bool = True) -> list[Response]:
         """Generate all requests together, in vLLM's continuous batches; responses come in the order of ``requests``.
+
+        supports: hand over the retained ids of truncating requests; without, their responses have none and cannot be scored.
 
         A sample that cannot be generated comes back without tokens and with finish_reason "refused: …". Raises ValueError for a sample id
         given twice and EngineRefusal if the weight version is unknown or changed underway, or if an earlier call broke the engine.
@@ -160,7 +204,7 @@ class VllmEngine:
         reasons = [refusal(request, self.config.vocab_size, self.max_model_len) for request in requests]
         accepted = [request for request, reason in zip(requests, reasons) if reason is None]
         outputs = self._run(accepted) if accepted else []
-        finished = self._rpc("rlk_finish")
+        finished = self._rpc("rlk_finish", supports)
         if finished["weight_version"] != version:
             raise EngineRefusal(f"the weight version went from {version} to {finished['weight_version']} underway: generate again")
         kept = dict(finished["supports"])
@@ -168,7 +212,7 @@ class VllmEngine:
             r.sample_id: convert.response(r, output, kept.get(r.sample_id), version) for r, output in zip(accepted, outputs, strict=True)
         }
         for request in accepted if self.mode == "strict" else ():
-            if request.sampling.truncates and done[request.sample_id].support is None:
+            if supports and request.sampling.truncates and done[request.sample_id].support is None:
                 raise EngineRefusal(f"sample {request.sample_id}: truncated sampling returned no retained ids")
         return [
             done[request.sample_id] if reason is None else refused_response(request, reason, version)
@@ -194,8 +238,12 @@ class VllmEngine:
         if self._llm.reset_prefix_cache() is not True:
             raise EngineRefusal("vLLM did not reset its prefix cache: wait for running requests, or restart the engine")
 
-    def trace(self, requests: Sequence[Request], path: Path, *, cold: bool = True) -> list[Response]:
+    def trace(
+        self, requests: Sequence[Request], path: Path, *, positions: Sequence[int] | None = None, cold: bool = True
+    ) -> list[Response]:
         """Generate as usual and write the intermediates of every computed position to ``path`` (safetensors, strict mode only).
+
+        positions: of every sample, whose rows are written; None writes all, which is megabytes a token for a large model.
 
         Tensors are named "{sample}/{name}", rows by ascending position, with their positions in "{sample}/{name}.positions".
         cold: drop the prefix cache first; a prefix that is served from it, or shared inside the call, has no rows.
@@ -204,7 +252,7 @@ class VllmEngine:
             raise EngineRefusal("intermediates are whole on one rank only: trace with tensor_parallel_size=1")
         if cold:
             self.reset_prefix_cache()
-        self._rpc("rlk_trace", True)
+        self._rpc("rlk_trace", True, None if positions is None else list(positions))
         try:
             responses = self.generate(requests)
             self._rpc("rlk_save_trace", str(path))
@@ -271,6 +319,14 @@ class VllmEngine:
         gone = [f"rollout rank {rank} (process {pid})" for rank, pid in enumerate(self._processes) if not _lives(pid)]
         return f"{' and '.join(gone)} ended: vLLM's log names the first, start another engine" if gone else ""
 
+    def _require_captured(self, ranks: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+        for found in ranks if self.mode == "strict" else ():
+            captured = [graph["rows"] for graph in found["cudagraphs"]]
+            if captured != list(sizes):
+                raise EngineRefusal(
+                    f"strict engine captured graphs of {captured} rows, asked for {list(sizes)}: take sizes up to max_num_seqs"
+                )
+
     def _require_asked(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         for found in ranks:
             for name, asked in self._asked.items():
@@ -281,6 +337,12 @@ class VllmEngine:
         strangers = [module for module in ranks[0]["modules"] if module.split(".")[0] == "rlk"]
         if self.mode == "native" and strangers:
             raise EngineRefusal(f"native engine holds modules of rlk: {', '.join(strangers)}")
+
+
+def default_cudagraph_sizes(max_num_seqs: int) -> list[int]:
+    """Rows of the graphs of a strict engine: 1, 2, 4, then steps of 8 to 256 and of 16 beyond, and the most rows that a step can have."""
+    steps = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)]
+    return sorted({size for size in steps if size <= max_num_seqs} | {min(max_num_seqs, LARGEST_GRAPH)})
 
 
 def _prepare_environment(separate_process: bool, ranks: int) -> None:

@@ -80,18 +80,23 @@ class WorkerExtension:
             sampler.clear()
         return self._rlk_version
 
-    def rlk_finish(self) -> dict[str, Any]:
-        """Version that served, and [sample id, [retained ids of each output position]] of every truncating request."""
-        sampler = self._rlk_sampler()
-        supports = [[sample, [kept[at] for at in sorted(kept)]] for sample, kept in sampler.supports.items()] if sampler else []
-        return {"weight_version": self._rlk_version, "supports": supports}
+    def rlk_finish(self, supports: bool) -> dict[str, Any]:
+        """Version that served, and [sample id, [retained ids of each output position]] of every truncating request if they are asked for.
 
-    def rlk_trace(self, on: bool) -> None:
-        """Collect the intermediates of strict mode from now on, or stop and forget them."""
+        FloatingPointError if a row of logits was not finite.
+        """
+        sampler = self._rlk_sampler()
+        if sampler:
+            sampler.check()
+        return {"weight_version": self._rlk_version, "supports": sampler.retained() if sampler and supports else []}
+
+    def rlk_trace(self, on: bool, positions: list[int] | None = None) -> None:
+        """Collect the intermediates of strict mode from now on, at these positions (None: all), or stop and forget them."""
         sampler = self._rlk_sampler()
         if not sampler:
             raise EngineRefusal("a native engine has no trace: use mode='strict'")
-        sampler.recorder.switch(on)
+        sampler.recorder.switch(on, positions)
+        self._rlk_graphs(not on)
 
     def rlk_save_trace(self, path: str) -> None:
         """Write the collected intermediates as one safetensors file (names: ``StepRecorder.tensors``)."""
@@ -116,7 +121,12 @@ class WorkerExtension:
             "attention_layers": len(layers),
             "kv_cache": {"shape": list(cache.shape), "stride": list(cache.stride()), "dtype": str(cache.dtype)},
             "dtype": str(config.model_config.dtype),
+            "device": str(config.device_config.device_type),
             "compile_mode": int(config.compilation_config.mode or 0),
+            "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", None) or "NONE",
+            "cudagraph_sizes": list(config.compilation_config.cudagraph_capture_sizes or ()),
+            "cudagraphs": self._rlk_captured(),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "enforce_eager": bool(config.model_config.enforce_eager),
             "enable_chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
             "enable_prefix_caching": bool(config.cache_config.enable_prefix_caching),
@@ -133,7 +143,7 @@ class WorkerExtension:
             "rank": self._rlk_rank(model) if live else None,
             "model_hash_of": "live parameters" if live else "files handed to vLLM's loader, which may repack and drop them",
             "kernels": self._rlk_kernels(),
-            "subnormals_kept": _subnormals_kept(),
+            "subnormals_kept": _subnormals_kept(cache.device),
             "threads": torch.get_num_threads(),
             "pid": os.getpid(),
             "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_", "OMP_"))},
@@ -142,6 +152,19 @@ class WorkerExtension:
         # A subclass of str (torch's version is one) kills vLLM's output thread on its way to another process; JSON leaves plain types.
         plain: dict[str, Any] = json.loads(json.dumps(found))
         return plain
+
+    def _rlk_graphs(self, on: bool) -> None:
+        """Replay captured graphs again, or run every step eagerly: a replayed graph shows no intermediates."""
+        dispatcher = getattr(self.model_runner, "cudagraph_dispatcher", None)
+        if dispatcher is not None:
+            mode = self.vllm_config.compilation_config.cudagraph_mode
+            dispatcher.cudagraph_mode = mode if on else type(mode).NONE
+
+    def _rlk_captured(self) -> list[dict[str, int]]:
+        """Every graph that was captured: rows, and how often it was replayed (strict mode)."""
+        entries = getattr(self.model_runner.model, "concrete_cudagraph_entries", {})
+        found = [{"rows": key.num_tokens, "replays": getattr(entry.cudagraph, "replays", -1)} for key, entry in entries.items()]
+        return sorted(found, key=lambda graph: graph["rows"])
 
     def _rlk_sampler(self) -> StrictSampler | None:
         sampler = self.model_runner.sampler
@@ -178,7 +201,7 @@ def _name(thing: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _subnormals_kept() -> bool:
+def _subnormals_kept(device: torch.device) -> bool:
     """Halve the smallest normal fp32 number, in enough elements to reach every thread: flush to zero would give 0."""
-    smallest = torch.full((1 << 20,), torch.finfo(torch.float32).tiny)
+    smallest = torch.full((1 << 20,), torch.finfo(torch.float32).tiny, device=device)
     return bool((smallest * 0.5 != 0).all())

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
+from rlk.kernels.checked import trusted
 from rlk.model.config import CheckpointError
-from rlk.model.qwen3 import Qwen3Dense
+from rlk.model.qwen3 import Qwen3Dense, Qwen3Layer
+from rlk.model.serving import serve
 from rlk.rollout.vllm.attention import RlkAttentionBackend
 from rlk.rollout.vllm.ranks import tensor_parallel
-from rlk.rollout.vllm.settings import numerics_of, require_supported
+from rlk.rollout.vllm.settings import device_of, numerics_of, require_supported
 from rlk.rollout.vllm.tracing import StepRecorder
 
 
 class RlkQwen3ForCausalLM(nn.Module):
-    """Qwen3 dense behind vLLM's model interface; ids and positions are int64 [T], rows of all scheduled requests packed.
+    """Qwen3 dense behind vLLM's model interface; ids and positions are integers [T], rows of all scheduled requests packed.
 
+    Ids and positions are taken at their word: the engine refuses a prompt that holds a wrong id or is too long before vLLM sees it.
     recorder: set by the worker; collects intermediates while a trace is on.
     """
 
@@ -29,7 +34,7 @@ class RlkQwen3ForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config, numerics = require_supported(vllm_config), numerics_of(vllm_config)
-        tp = tensor_parallel(numerics)
+        tp, device = tensor_parallel(numerics), device_of(vllm_config)
         self.dense = Qwen3Dense(config, numerics, max_positions=vllm_config.model_config.max_model_len, tp=tp)
         self.attention = nn.ModuleList(
             Attention(
@@ -39,9 +44,10 @@ class RlkQwen3ForCausalLM(nn.Module):
                 num_kv_heads=config.num_key_value_heads // tp.size,
                 cache_config=vllm_config.cache_config,
                 prefix=f"{prefix}layers.{i}.attention",
-                attn_backend=RlkAttentionBackend,
+                attn_backend=_attention_backend(device),
                 kv_tile=numerics.kv_tile,
                 kv_split=numerics.kv_split,
+                backend=numerics.attention_backend(device),
             )
             for i in range(config.num_hidden_layers)
         )
@@ -57,13 +63,16 @@ class RlkQwen3ForCausalLM(nn.Module):
         intermediate_tensors: object = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T] ids and positions -> final-norm hidden states [T, H] bf16."""
+        """[T] ids and positions -> final-norm hidden states [T, H] bf16. A trace takes each operator alone, else some are fused."""
         if intermediate_tensors is not None or inputs_embeds is not None:
             raise NotImplementedError("strict mode runs the whole model on token ids: no pipeline stage, no input embeddings")
         trace = self.recorder.begin(positions) if self.recorder else None
         tp = self.dense.tp
-        with nullcontext() if tp.size == 1 else tp.link.unit("forward", repr((input_ids.tolist(), positions.tolist()))):
-            return self.dense(input_ids.long(), positions.long(), self._attend, trace)
+        with nullcontext() if tp.size == 1 else tp.link.unit("forward", repr((input_ids.tolist(), positions.tolist()))), trusted():
+            if trace is not None:
+                return self.dense(input_ids.long(), positions.long(), self._attend, trace)
+            positions = positions.long()
+            return serve(self.dense, input_ids.long(), lambda layer, qkv: self._attend_packed(layer, qkv, positions))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> fp32 [rows, columns of this rank's vocabulary shards, padding included], one row per scheduled request."""
@@ -73,7 +82,10 @@ class RlkQwen3ForCausalLM(nn.Module):
         return columns
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Take a whole checkpoint by HF name. CheckpointError on a tensor that is missing, extra, given twice, misshapen or not bf16."""
+        """Take a whole checkpoint by HF name, in place, so that captured graphs stay valid.
+
+        CheckpointError on a tensor that is missing, extra, given twice, misshapen or not bf16.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
             if name in tensors:
@@ -85,4 +97,19 @@ class RlkQwen3ForCausalLM(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self.attention[layer](q, k, v)
+        attended: torch.Tensor = self.attention[layer](q, k, v)
+        return attended
+
+    def _attend_packed(self, layer: int, qkv: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        weights, dense = cast(Qwen3Layer, self.dense.layers[layer]), self.dense
+        attention = cast(Attention, self.attention[layer])
+        attended: torch.Tensor = attention.impl.attend_packed(
+            attention, qkv, positions, weights.q_norm, weights.k_norm, dense.config.rms_norm_eps, dense.rope_table
+        )
+        return attended
+
+
+def _attention_backend(device: str) -> type[RlkAttentionBackend]:
+    name = {"cpu": "CpuAttentionBackend", "cuda": "CudaAttentionBackend"}[device]
+    backend: type[RlkAttentionBackend] = getattr(importlib.import_module(f"rlk.rollout.vllm.attention_{device}"), name)
+    return backend

@@ -7,7 +7,11 @@ MODEL = "rlk.rollout.vllm.model:RlkQwen3ForCausalLM"
 
 
 def register() -> None:
-    """Register the strict architecture lazily; no engine uses it unless its ``architectures`` names it."""
+    """Register the strict architecture lazily, once; no engine uses it unless its ``architectures`` names it.
+
+    An engine in strict mode calls it too, so that a source tree works that is not installed.
+    """
     from vllm import ModelRegistry
 
-    ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, MODEL)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -22,21 +25,33 @@ class StrictSampler(nn.Module):
     """Replaces the sampler of vLLM's model runner.
 
     Every request carries its sample id and sampling parameters in ``extra_args["rlk"]``; vLLM's own sampling fields are unused.
-    supports: {sample id: {output position: retained ids}} of truncating requests since the last :meth:`clear`.
     partial_rows: rows of unfinished prefills that were scheduled so far, evidence that prompts were really chunked.
     """
 
-    def __init__(self, runner: Any, config: Qwen3Config, numerics: Numerics, tp: Group) -> None:
+    def __init__(self, runner: Any) -> None:
         super().__init__()
         self.logprobs_mode = LOGPROBS_MODE
-        self.recorder = StepRecorder(runner, lambda request: int(self._extra(request)["sample_id"]))
-        self.supports: dict[int, dict[int, list[int]]] = {}
+        self.recorder = StepRecorder(runner, lambda request: int(self.extra(request)["sample_id"]))
         self.partial_rows = 0
-        self._runner, self._config, self._numerics, self._tp = runner, config, numerics, tp
+        self.runner = runner
 
     def clear(self) -> None:
-        """Forget the supports of earlier requests."""
-        self.supports = {}
+        """Forget what earlier requests retained."""
+        raise NotImplementedError
+
+    def retained(self) -> list[list[Any]]:
+        """[sample id, [retained ids of each output position]] of every truncating request since the last :meth:`clear`.
+
+        A position beyond the response may follow: it was drawn before its request was known to have stopped.
+        """
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """FloatingPointError if a row of logits was not finite, unless :meth:`draw` raised that."""
+
+    def draw(self, logits: torch.Tensor, unfinished: NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids [S] int32 and their logprobs [S] fp32; whatever stands in an unfinished row is dropped."""
+        raise NotImplementedError
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> SamplerOutput:
         """logits fp32 [S, this rank's columns], one row per scheduled request -> ids [S, 1] int32 and their logprobs [S, 1] fp32.
@@ -44,43 +59,65 @@ class StrictSampler(nn.Module):
         Rows of unfinished prefills are not sampled; vLLM drops what stands there. Ranks are not computed and read 0.
         """
         _require_untouched(sampling_metadata)
-        count = logits.shape[0]
-        unfinished = self._runner.discard_request_mask.np[:count]
-        rows = [row for row in range(count) if not unfinished[row]]
-        self.partial_rows += count - len(rows)
-        ids = torch.zeros(count, 1, dtype=torch.int32)
-        logprobs = torch.zeros(count, 1, dtype=torch.float32)
-        if rows:
-            self._sample(logits, rows, ids, logprobs)
-        return SamplerOutput(ids, LogprobsTensors(ids.clone(), logprobs, torch.zeros(count, dtype=torch.int64)))
+        unfinished = self.runner.discard_request_mask.np[: logits.shape[0]].astype(bool)
+        self.partial_rows += int(unfinished.sum())
+        ids, logprobs = self.draw(logits, unfinished)
+        ranks = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        return SamplerOutput(ids[:, None], LogprobsTensors(ids[:, None].clone(), logprobs[:, None], ranks))
 
-    def _sample(self, logits: torch.Tensor, rows: list[int], ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-        requests = [self._runner.input_batch.req_ids[row] for row in rows]
-        extras = [self._extra(request) for request in requests]
-        params = [SamplingParams(**extra["sampling"]) for extra in extras]
-        positions = [len(self._runner.requests[request].output_token_ids) for request in requests]
+    def extra(self, request: str) -> dict[str, Any]:
+        """Sample id and sampling parameters of a request. EngineRefusal without them."""
+        extra = self.runner.requests[request].sampling_params.extra_args or {}
+        if KEY not in extra:
+            raise EngineRefusal(f"request {request} carries no {KEY!r} sampling parameters: send requests through VllmEngine.generate")
+        carried: dict[str, Any] = extra[KEY]
+        return carried
+
+    def positions(self, requests: Sequence[str]) -> list[int]:
+        """Index in its response of the token that each request draws now."""
+        return [len(self.runner.requests[request].output_token_ids) for request in requests]
+
+
+class HostSampler(StrictSampler):
+    """Draws row by row on the CPU; ranks hold the columns of their vocabulary shards."""
+
+    def __init__(self, runner: Any, config: Qwen3Config, numerics: Numerics, tp: Group) -> None:
+        super().__init__(runner)
+        self._supports: dict[int, dict[int, list[int]]] = {}
+        self._config, self._numerics, self._tp = config, numerics, tp
+
+    def clear(self) -> None:
+        self._supports = {}
+
+    def retained(self) -> list[list[Any]]:
+        return [[sample, [kept[at] for at in sorted(kept)]] for sample, kept in self._supports.items()]
+
+    def draw(self, logits: torch.Tensor, unfinished: NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.zeros(len(logits), dtype=torch.int32)
+        logprobs = torch.zeros(len(logits), dtype=torch.float32)
+        rows = np.flatnonzero(~unfinished).tolist()
+        if rows:
+            self._draw(logits, rows, ids, logprobs)
+        return ids, logprobs
+
+    def _draw(self, logits: torch.Tensor, rows: list[int], ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+        requests = [self.runner.input_batch.req_ids[row] for row in rows]
+        extras, positions = [self.extra(request) for request in requests], self.positions(requests)
         drawn = sample_rows(
             logits[rows],
-            params,
+            [SamplingParams(**extra["sampling"]) for extra in extras],
             positions,
             vocab_size=self._config.vocab_size,
             padded_vocab=self._config.padded_vocab(self._numerics),
             numerics=self._numerics,
             tp=self._tp,
         )
-        ids[rows, 0] = drawn.ids.to(torch.int32)
-        logprobs[rows, 0] = drawn.logprobs
+        ids[rows] = drawn.ids.to(torch.int32)
+        logprobs[rows] = drawn.logprobs
         self.recorder.put_last_rows("logp", drawn.logprobs, rows)
         for extra, position, kept in zip(extras, positions, drawn.supports):
             if kept is not None:
-                self.supports.setdefault(int(extra["sample_id"]), {})[position] = list(kept)
-
-    def _extra(self, request: str) -> dict[str, Any]:
-        extra = self._runner.requests[request].sampling_params.extra_args or {}
-        if KEY not in extra:
-            raise EngineRefusal(f"request {request} carries no {KEY!r} sampling parameters: send requests through VllmEngine.generate")
-        carried: dict[str, Any] = extra[KEY]
-        return carried
+                self._supports.setdefault(int(extra["sample_id"]), {})[position] = list(kept)
 
 
 def _require_untouched(metadata: SamplingMetadata) -> None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 KEY = "rlk"
 """Name of our entry in vLLM's ``additional_config`` and in a request's ``extra_args``."""
 
-WORKER = "rlk.rollout.vllm.worker.StrictWorker"
+WORKERS = {"cpu": "rlk.rollout.vllm.worker_cpu.StrictCpuWorker", "cuda": "rlk.rollout.vllm.worker_cuda.StrictCudaWorker"}
+"""The strict worker of each device."""
 EXTENSION = "rlk.rollout.vllm.extension.WorkerExtension"
 LOGPROBS_MODE = "processed_logprobs"
 
@@ -47,11 +48,19 @@ def numerics_of(vllm_config: VllmConfig) -> Numerics:
         raise EngineRefusal(f"numerics {fields} are not usable: {error}") from error
 
 
+def device_of(vllm_config: VllmConfig) -> str:
+    """ "cpu" or "cuda"."""
+    return str(vllm_config.device_config.device_type)
+
+
 def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
     """Refuse by name everything that strict mode does not cover; returns the model's configuration."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     tp, ranks = parallel.tensor_parallel_size, parallel.world_size * parallel.data_parallel_size
+    device, compilation, chosen = device_of(vllm_config), vllm_config.compilation_config, vllm_config.attention_config.backend
+    graphs = getattr(compilation.cudagraph_mode, "name", None) or "NONE"
     refused = {
+        f"device {device}": device not in WORKERS,
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         "quantization": model.quantization is not None,
@@ -60,11 +69,14 @@ def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
         f"{ranks} ranks of which {tp} are tensor parallel": ranks != tp,
         "a KV transfer connector": vllm_config.kv_transfer_config is not None,
         "custom logits processors": bool(model.logits_processors),
-        "asynchronous scheduling": bool(vllm_config.scheduler_config.async_scheduling),
-        f"compilation mode {int(vllm_config.compilation_config.mode or 0)}": bool(vllm_config.compilation_config.mode),
+        f"attention backend {chosen}": chosen is not None,
+        "asynchronous scheduling on the CPU": device == "cpu" and bool(vllm_config.scheduler_config.async_scheduling),
+        f"{tp} tensor parallel ranks on {device}": device != "cpu" and tp > 1,
+        f"compilation mode {int(compilation.mode or 0)}": bool(compilation.mode),
+        f"CUDA graph mode {graphs}": graphs not in ("NONE", "FULL_DECODE_ONLY"),
         f"logprobs mode {model.logprobs_mode}": model.logprobs_mode != LOGPROBS_MODE,
         f"architectures {model.architectures}": list(model.architectures or ()) != [ARCHITECTURE],
-        f"worker class {parallel.worker_cls}": parallel.worker_cls != WORKER,
+        f"worker class {parallel.worker_cls}": parallel.worker_cls != WORKERS.get(device),
     }
     for name, present in refused.items():
         if present:
