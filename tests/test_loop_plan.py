@@ -16,7 +16,7 @@ from rlk.contract.numerics import ContractError
 from rlk.loop.labels import PrepareError
 from rlk.loop.plan import PlanError, RunPlan, describe, make_plan, sample_seed, unusable_prompts
 from rlk.loop.prepare import tiny_config
-from rlk.loop.profile import load_profile
+from rlk.loop.profile import ProfileError, load_profile
 from rlk.loop.tokenizer import byte_tokenizer_files
 from rlk.model.config import CheckpointError
 from rlk.model.layout import hf_shapes
@@ -107,6 +107,28 @@ def test_an_impossible_run_is_refused(plan: Callable[..., RunPlan], options: dic
         plan(**options)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_card_is_asked_for_by_name(plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ProfileError, match="--device: 'auto' is not accepted: input should be 'cpu' or 'cuda'"):
+        plan(device="auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlanError, match="device=cuda: torch sees no CUDA card here: use --device cpu"):
+        plan(device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    resolved = plan(device="cuda")
+    assert (resolved.device, plan().device) == ("cuda", "cpu")
+    assert dict(describe(resolved))["engines"].endswith("on cuda")
+    with pytest.raises(PlanError, match="rollout_tp=2 does not run on cuda: use one of 1"):
+        plan(device="cuda", rollout_tp=2)
+
+
+def test_the_context_may_be_shorter_than_the_model_s(plan: Callable[..., RunPlan]) -> None:
+    assert (plan().context, plan(context=100).context) == (512, 100)
+    with pytest.raises(PlanError, match="context=513 exceeds the 512 positions of the model"):
+        plan(context=513)
+    with pytest.raises(PlanError, match="max_response_len=64 after a prompt of 26 tokens exceeds the context of 80"):
+        plan(context=80)
 
 
 def test_the_longest_possible_response_is_accepted(plan: Callable[..., RunPlan]) -> None:

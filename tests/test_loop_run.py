@@ -204,6 +204,20 @@ def test_engines_are_reused_and_start_over(plan: Callable[..., RunPlan]) -> None
     assert validate_run(again.directory) == []
 
 
+def test_a_cluster_of_another_device_is_refused(plan: Callable[..., RunPlan]) -> None:
+    elsewhere = FakeCluster()
+    elsewhere.device = "cuda"
+    assert failure(plan(), elsewhere) == "the cluster's engines run on cuda, the plan asks for cpu: open a cluster for it"
+
+
+def test_synthetic_weights_are_paid_for_even_ids(plan: Callable[..., RunPlan]) -> None:
+    resolved = plan()
+    synthetic = resolved.model_copy(update={"checkpoint": resolved.checkpoint.model_copy(update={"kind": "synthetic"})})
+    summary = run_loop(synthetic, FakeCluster())
+    assert 0 < summary.rewards[0] < 1
+    assert validate_run(summary.directory) == []
+
+
 def test_an_existing_directory_is_refused(plan: Callable[..., RunPlan]) -> None:
     resolved = plan()
     resolved.directory.mkdir(parents=True)
