@@ -46,6 +46,7 @@ def attention_with_lse(
     Backend "vendor" (FlashAttention 3, CUDA only) is the family vendor-one-split: it wants kv_split = 0, does not read kv_tile, adds in
     its library's order and raises VendorNotCertified if training, prefill and decode differ in it. lse2 is there the library's natural
     log-sum-exp times fp32(log2 e), and gradients are computed from it and from the library's output in the order of :func:`attention`.
+    Values must be finite: the library multiplies what it masks inside a tile by 0.
     """
     require_packed("attention", q, k, v)
     require_tiles("attention", kv_tile, kv_split)
@@ -65,7 +66,8 @@ def paged_attention(
     """Causal attention of the last rows of each sequence over a paged KV cache; bytes equal :func:`attention` on the same tokens.
 
     q: [T, Hq, D] bf16; kv_cache: [blocks, Hk, page, 2·D] bf16, K then V, last dimension contiguous, the others of any stride;
-    block_table: [S, max_blocks] int32; query_start_loc: [S+1] int64, ascending from 0 to T; seq_lens: [S] int64 including the query rows.
+    block_table: [S, max_blocks] int32; query_start_loc: [S+1] int64, ascending from 0 to T; seq_lens: [S] int64 including the query rows
+    (both int32 as well on a GPU).
     Returns [T, Hq, D] bf16. Table entries and slots beyond a sequence's length are never read. Same order as :func:`attention_with_lse`.
     Raises ValueError on a wrong shape, dtype, offset, tile or split, IndexError for a visible page outside the cache,
     BackendUnavailable for a backend that cannot run here. On a GPU offsets, lengths and pages are not read before the launch, so that the
@@ -81,7 +83,8 @@ def paged_attention(
     if block_table.dtype != torch.int32 or block_table.ndim != 2:
         raise ValueError(f"{op}: block_table {tuple(block_table.shape)} {block_table.dtype} must be int32 [sequences, pages]")
     for name, tensor, size in (("query_start_loc", query_start_loc, sequences + 1), ("seq_lens", seq_lens, sequences)):
-        if tensor.dtype != torch.int64 or tensor.shape != (size,):
+        integers = tensor.dtype == torch.int64 or (tensor.dtype == torch.int32 and tensor.is_cuda)
+        if not integers or tensor.shape != (size,):
             raise ValueError(f"{op}: {name} {tuple(tensor.shape)} {tensor.dtype} must be int64 [{size}]")
     run = select("attention.paged", _PAGED, backend, q.device)
     result: torch.Tensor = run(q, kv_cache, block_table, query_start_loc, seq_lens, scale, kv_tile, kv_split)

@@ -19,6 +19,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000, 3000)
 """Both sides of a group, of a tile and of two tiles; and prompts of hundreds and thousands of tokens."""
 CHUNKS = (7, 64, 500, 1024)
+MANY = 1100
+"""Sequences of one call beyond which the library plans its work in another way, and more."""
 _GAP = 5
 _SEED = 20_011
 
@@ -107,7 +109,10 @@ def _require_same(problem: str, kind: str, found: Found, expected: Pair) -> None
 
 
 def _inputs(heads: int, kv_heads: int, dim: int, device: torch.device) -> Iterator[tuple[str, Inputs]]:
-    """Normal values; peaked scores and values of very different size; zeros of both signs, subnormals, and Inf and NaN at some keys."""
+    """Normal values; peaked scores and values of very different size; zeros of both signs, subnormals, and sums that overflow.
+
+    NaN and Inf stand only where no row of the sequence looks: the library multiplies what it masks inside a tile by 0.
+    """
     random = torch.Generator(device).manual_seed(_SEED)
     rows = max(LENGTHS)
     draw = lambda h: torch.randn(rows, h, dim, generator=random, device=device)
@@ -116,10 +121,8 @@ def _inputs(heads: int, kv_heads: int, dim: int, device: torch.device) -> Iterat
     sizes = torch.exp2(torch.randint(-20, 21, (rows, 1, 1), generator=random, device=device).float())
     yield "wide-ranging", Inputs((8 * q).bfloat16(), k.bfloat16(), (v * sizes).bfloat16())
     k, v = k.bfloat16(), v.bfloat16()
-    v[::3], v[1::7], v[5::11] = 0.0, -0.0, 1e-39
-    for part, value in enumerate((3e38, -3e38, torch.inf, torch.nan)):
-        v[rows * (part + 8) // 12, :, part::3] = value
-    k[rows * 11 // 12 + 1 :, :, ::5] = 3e38
+    v[::3], v[1::7], v[5::11], v[6::13], v[7::13] = 0.0, -0.0, 1e-39, 3e38, -3e38
+    k[rows * 11 // 12 :, :, ::5] = 3e38
     yield "extreme", Inputs(q.bfloat16(), k, v)
 
 
@@ -134,6 +137,10 @@ def _packed(inputs: Inputs, calls: Calls, scale: float) -> Iterator[Found]:
     out, lse2 = calls.whole(*batch, _offsets([part for n in LENGTHS for part in (n, _GAP)], device), scale)
     real = rows < longest
     yield Found(f"a batch of lengths {LENGTHS}", rows[real], out[real], lse2[real])
+    short = [n for n in LENGTHS if n < 64]
+    lengths = (short * (-(-MANY // len(short))))[:MANY]
+    rows = torch.cat([torch.arange(n, device=device) for n in lengths])
+    yield Found(f"a batch of {MANY} sequences", rows, *calls.whole(*inputs.at(rows), _offsets(lengths, device), scale))
     for n in LENGTHS:
         alone = Inputs(*(torch.cat((x[:n], x.new_full((_GAP, *x.shape[1:]), torch.nan)))[:n] for x in inputs))
         yield Found(f"a prefill of length {n}", torch.arange(n, device=device), *calls.whole(*alone, _offsets([n], device), scale))
@@ -163,6 +170,7 @@ def _paged(inputs: Inputs, page: int, calls: Calls, scale: float) -> Iterator[Fo
     yield step(f"decode at lengths {LENGTHS}", [(n - 1, n) for n in LENGTHS])
     for n in LENGTHS:
         yield step(f"decode at length {n}", [(n - 1, n)])
+    yield step(f"decode of {MANY} requests", [(n - 1, n) for n in (LENGTHS * (-(-MANY // len(LENGTHS))))[:MANY]])
     yield step("decode and prefill in one step", _mixed(longest))
     yield step("one request beside idle ones", [*[(0, 0)] * 40, (longest - min(40, longest), longest)])
 

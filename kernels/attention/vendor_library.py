@@ -63,11 +63,12 @@ class FlashAttention:
 
         q: [T, Hq, D]; k, v: [rows, Hk, D] with k_starts [S], or [pages, page, Hk, D] with table [S, pages]; q_starts: [S+1]; lengths: [S],
         keys of each sequence. Offsets, lengths and table are int32. most_rows and most_keys choose among kernels that add in the same
-        order; a sequence may have more of either. Two rows are the least the library may be told: for one row it drops the causal mask,
-        and with it the tile.
+        order; a sequence may have more of either. The library is never told of few rows where it would take another tile of keys: of one
+        row, for which it drops the causal mask, and at widths other than 128 of up to 64.
         """
+        least = 2 if q.shape[2] == 128 else 65
         out, lse, *_ = self._function(
-            q, k, v, None, None, None, None, q_starts, k_starts, None, None, lengths, max(2, most_rows), max(2, most_keys), table,
+            q, k, v, None, None, None, None, q_starts, k_starts, None, None, lengths, max(least, most_rows), max(2, most_keys), table,
             *(None,) * 8, scale, True, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
         )  # fmt: skip
         return out, lse

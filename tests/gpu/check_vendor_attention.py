@@ -23,11 +23,19 @@ from check_attention import DIM, HEADS, KV_HEADS, SCALE, Inputs, Pages, forward,
 from report import Report, graphed, main
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from rlk.acceptance.cell import Cell
+from rlk.acceptance.collector import Evidence
+from rlk.acceptance.judge import judge_cell
+from rlk.acceptance.measure import measure
+from rlk.acceptance.ws1 import ws1_cells
+from rlk.contract.judgments import JUDGMENTS
+from rlk.evidence.schema import CellRecord, Status
 from rlk.kernels.attention import attention, paged_attention
 from rlk.kernels.attention.vendor import CALLS
 from rlk.kernels.attention.vendor_certificate import CERTIFICATES, certify
 from rlk.kernels.attention.vendor_library import LIBRARY
 from rlk.kernels.certificate import VendorNotCertified
+from rlk.kernels.registry import declared_kernels
 
 
 @contextmanager
@@ -100,6 +108,27 @@ def _refused(report: Report, name: str, q: torch.Tensor, page: int | None) -> No
         report.holds(f"planted: {name}", True, says=str(error))
 
 
+def cells(report: Report) -> None:
+    """The family's cells of the operator scope, judged; automatic splits in the place of one must turn a cell red."""
+    mine = [c for c in ws1_cells("cuda") if (c.subject, c.backend) == ("attention", "vendor") and c.required]
+    report.holds("required cells", len(mine) == 4)
+    for cell in mine:
+        record = _judged(cell)
+        compared = sum(c.elements for c in record.comparisons)
+        report.holds(cell.cell_id, record.status is Status.PASS, reasons=list(record.reasons), elements=compared)
+    (primary,) = (c for c in mine if c.cell_id.endswith("primary-vendor/forward_invariance"))
+    with library(num_splits=0):
+        record = _judged(primary)
+    report.holds("planted: automatic splits in the cells", record.status is Status.FAIL, reasons=list(record.reasons)[:2])
+
+
+def _judged(cell: Cell) -> CellRecord:
+    evidence = Evidence()
+    judgment = next(j for j in JUDGMENTS if j.name == cell.judgment)
+    measure(cell.subject, "primary" if cell.workload.startswith("primary") else "short", judgment, cell.backend, evidence)
+    return judge_cell(cell, evidence.close(), [], declared_kernels())
+
+
 def planted(report: Report) -> None:
     """Faults that the byte comparisons of this family must see."""
     b = make(2500)
@@ -116,8 +145,12 @@ def planted(report: Report) -> None:
     leaves = gradients(poisoned, (300, 2200))
     for name, got, want in zip("qkv", leaves, gradients(b.at(slice(0, 300)), (300,)), strict=True):
         report.same("NaN in the next sequence does not show", f"d{name}", got[:300], want)
-    everything = torch.zeros(2500, dtype=torch.int64, device="cuda")
-    report.holds("empty sequences", bool((forward(b, (0, 2500, 0)) == right).all()), rows=len(everything))
+    report.same("empty sequences", "0, 2500, 0", forward(b, (0, 2500, 0)), right)
+    pages = Pages(b, 64)
+    starts, ends = torch.tensor([0, 1, 2], device="cuda"), torch.tensor([300, 2500], device="cuda")
+    narrow = [pages.table.repeat(2, 1), starts.int(), ends.int()]
+    out = paged_attention(b.q[ends - 1], pages.cache, *narrow, scale=SCALE, kv_tile=128, kv_split=0, backend="vendor")
+    report.same("offsets and lengths as int32", "decode", out, right[ends - 1])
 
 
 def _prefill(report: Report, n: int, batch: int) -> None:
@@ -176,8 +209,8 @@ def times(report: Report) -> None:
 SECTIONS = {
     run.__name__: run
     for run in (
-        certificate, family.accuracy, family.lengths_short, family.prefills_short, family.lengths_long, family.chunks, family.layouts,
-        planted, family.repetitions, times,
+        certificate, cells, family.accuracy, family.lengths_short, family.prefills_short, family.lengths_long, family.chunks,
+        family.layouts, planted, family.repetitions, times,
     )
 }  # fmt: skip
 
