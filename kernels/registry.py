@@ -31,8 +31,10 @@ _OPERATORS = {
 _TRITON = {library.op: operators for library, operators in _OPERATORS.items()} | {
     "logp": ("logp", "batch_invariant_logp"),
     "serving": ("serving", "qk_norm", "rope", "rms_norm"),
+    "sampling": ("sampling",),
 }
-"""As on the CPU, but for two: there batch_invariant_logp has its own source of logp's arithmetic, and serving is its composition."""
+"""As on the CPU, but for three: there batch_invariant_logp has its own source of logp's arithmetic, serving is its composition, and
+sampling is numpy."""
 
 
 def declared_kernels() -> dict[str, tuple[str, ...]]:

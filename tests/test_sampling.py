@@ -13,7 +13,7 @@ from rlk.contract.numerics import DEFAULT
 from rlk.contract.sampling import SamplingParams
 from rlk.kernels.dispatch import readback, reset_readback
 from rlk.kernels.logp import logp, support_mask
-from rlk.rollout import sampling
+from rlk.kernels.sampling import cpu as rule
 from rlk.rollout.sampling import Sampled, draw, retained_ids, sample_rows
 
 VOCAB, PADDED = 301, 1024
@@ -101,7 +101,7 @@ def test_edges_of_truncation() -> None:
 def test_partial_sort_changes_nothing(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     cases = [(row, SamplingParams(top_p=p)) for row in _logits(8) for p in (0.1, 0.5, 0.99, 1 - 1e-12)]
     expected = [retained_ids(row, params) for row, params in cases]
-    monkeypatch.setattr(sampling, "FIRST_CANDIDATES", first)
+    monkeypatch.setattr(rule, "FIRST_CANDIDATES", first)
     assert [retained_ids(row, params) for row, params in cases] == expected
 
 

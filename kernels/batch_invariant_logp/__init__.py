@@ -18,7 +18,7 @@ from rlk.kernels.batch_invariant_logp import cpu
 from rlk.kernels.det_gemm import check_product
 from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.leaves import check_leaves
-from rlk.kernels.logp import require_rows, require_vocabulary
+from rlk.kernels.logp import for_device, require_rows, require_vocabulary
 
 OP = "batch_invariant_logp"
 _FORWARD: Backends = {"cpu": cpu.batch_invariant_logp, "triton": from_triton("batch_invariant_logp", "batch_invariant_logp")}
@@ -45,8 +45,8 @@ def batch_invariant_logp(
     """Log-probability [T] fp32 of ``ids`` under softmax(h·wᵀ/temperature) over the support.
 
     h: [T, H] bf16; w: [V, H] bf16, V <= padded_vocab, rows >= vocab_size are padding and are not read. ids: [T] int64.
-    temperature: [T] fp32, positive and finite. support: [T, V] bool, None for every real column. active: [T] bool, None for all; an
-    inactive row gives logp and gradient +0, whatever it holds.
+    temperature: [T] fp32, positive and finite. support: as in logp, [T, V] bool or bits; None for every real column. active: [T] bool,
+    None for all; an inactive row gives logp and gradient +0, whatever it holds.
     Differentiable in h only: dh [T, H] bf16, dlogits rounded to bf16 in between. The gradient of w is
     :func:`batch_invariant_logp_weight_grad`, in fp32, outside autograd.
     Raises ValueError before any launch: wrong shapes or dtypes, sizes that do not fit, a temperature that is not positive and finite,
@@ -78,7 +78,7 @@ def batch_invariant_logp_with_lse(
     require_vocabulary(OP, w.shape[0], vocab_size, padded_vocab, shards, vocab_tile)
     require_rows(OP, h.shape[0], w.shape[0], vocab_size, ids, temperature, support, active)
     run = select(OP, _FORWARD, backend, h.device)
-    score, lse = run(h, w, ids, temperature, support, active, vocab_size, padded_vocab, shards, vocab_tile)
+    score, lse = run(h, w, ids, temperature, for_device(support, w.shape[0]), active, vocab_size, padded_vocab, shards, vocab_tile)
     return score, lse
 
 
@@ -118,6 +118,7 @@ def batch_invariant_logp_weight_grad(
     if rows.step != 1 or not 0 <= rows.start <= rows.stop <= w.shape[0]:
         raise ValueError(f"{op}: wanted {rows} must be consecutive rows of the {w.shape[0]} of w")
     check_leaves(op, leaf_index, leaf_offsets, h.shape[0])
+    support = for_device(support, w.shape[0])
     run = select(f"{OP}.weight_grad", _WEIGHT_GRAD, backend, h.device)
     dw: torch.Tensor = run(
         h, w, ids, temperature, support, active, lse, seed, leaf_index, leaf_offsets, vocab_size, vocab_tile, rows

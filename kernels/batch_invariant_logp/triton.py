@@ -14,7 +14,7 @@ from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.fold import fold_leaves
 from rlk.kernels.batch_invariant_logp import cpu
 from rlk.kernels.det_gemm.triton import input_grad, product, weight_grad
-from rlk.kernels.logp.triton import Rows, join
+from rlk.kernels.logp.triton import Rows
 
 OP = "batch_invariant_logp"
 SOURCE = TritonSource(OP)
@@ -57,7 +57,7 @@ def run_forward(
         for s, shard in enumerate(_shards(limit, padded_vocab, shards)):
             logits = product(OP, h[piece], w[shard.start : shard.stop], 1, torch.float32) if shard else temperature.new_empty(0, 1)
             rows.add(logits, shard.start, s, 1)
-        out[piece], lse[piece] = join(rows.part()[None], rows.ids, None if active is None else active[piece], padded_vocab)
+        out[piece], lse[piece] = rows.score()
     return out, lse
 
 

@@ -47,8 +47,8 @@ def logp(
 
     logits: [T, width] fp32, width <= padded_vocab; columns >= vocab_size and missing ones are off the support, and any width that
     holds the supported columns gives the same bytes. ids: [T] int64. temperature: [T] fp32, positive and finite.
-    support: [T, width] bool, None for every real column. active: [T] bool, None for all; an inactive row is not read, its id may be
-    anything, and its logp and gradient are +0.
+    support: [T, width] bool, or [T, width/8 or more] uint8 with column 8i + j in bit j of byte i; None for every real column.
+    active: [T] bool, None for all; an inactive row is not read, its id may be anything, and its logp and gradient are +0.
     Differentiable in logits: the gradient is fp32 and holds bf16 values. Order of reduction: see the module.
     Raises ValueError before any launch: wrong shapes or dtypes, a temperature that is not positive and finite, a selected id that is
     padded, out of range or outside its support, a support that holds a padded id. BackendUnavailable: the backend cannot run here.
@@ -79,9 +79,37 @@ def logp_with_lse(
     require_rows("logp", logits.shape[0], logits.shape[1], vocab_size, ids, temperature, support, active)
     implementation = select("logp", _FORWARD, backend, logits.device)
     result: tuple[torch.Tensor, torch.Tensor] = implementation(
-        logits, ids, temperature, support, active, vocab_size, padded_vocab, shards, vocab_tile
+        logits, ids, temperature, for_device(support, logits.shape[1]), active, vocab_size, padded_vocab, shards, vocab_tile
     )
     return result
+
+
+def score_drawn(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: torch.Tensor,
+    support: torch.Tensor | None,
+    *,
+    vocab_size: int,
+    padded_vocab: int,
+    shards: int,
+    vocab_tile: int,
+) -> torch.Tensor:
+    """:func:`logp` of ids that a sampler drew from these very logits, with its own supports: no value is checked, so that the host does
+    not wait for the device. Not differentiable."""
+    implementation = select("logp", _FORWARD, None, logits.device)
+    support = for_device(support, logits.shape[1])
+    with torch.no_grad():
+        score: torch.Tensor = implementation(logits, ids, temperature, support, None, vocab_size, padded_vocab, shards, vocab_tile)[0]
+    return score
+
+
+def for_device(support: torch.Tensor | None, width: int) -> torch.Tensor | None:
+    """A support as the backend of its device reads it: the CPU's reads masks only, so bits become a mask [T, width] bool there."""
+    if support is None or support.dtype == torch.bool or support.device.type != "cpu":
+        return support
+    mask = np.unpackbits(support.numpy(), axis=1, count=width, bitorder="little")
+    return torch.from_numpy(mask).view(torch.bool)
 
 
 def support_mask(supports: Sequence[Sequence[int] | None], vocab_size: int, *, width: int | None = None) -> torch.Tensor:
@@ -122,10 +150,13 @@ def require_rows(
 
     While a graph is captured on a GPU no value can be read; a row that selects nothing it supports then scores NaN.
     """
+    bits, columns = False, width
+    if support is not None and support.dtype == torch.uint8:
+        bits, columns = True, max(-(-width // 8), *support.shape[1:])
     for name, tensor, shape, dtype in (
         ("ids", ids, (rows,), torch.int64),
         ("temperature", temperature, (rows,), torch.float32),
-        ("support", support, (rows, width), torch.bool),
+        ("support", support, (rows, columns), torch.uint8 if bits else torch.bool),
         ("active", active, (rows,), torch.bool),
     ):
         if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
@@ -146,6 +177,13 @@ def require_rows(
         )
     refuse((ids < 0) | (ids >= real), f"outside the {real} real columns")
     if support is not None:
-        for at, column in support[scored, vocab_size:].nonzero()[:1].tolist():
+        padding = _unpacked(support[scored, vocab_size // 8 :])[:, vocab_size % 8 :] if bits else support[scored, vocab_size:]
+        for at, column in padding.nonzero()[:1].tolist():
             raise ValueError(f"{op}: row {int(scored[at])} supports id {vocab_size + column}, padding of a vocabulary of {vocab_size}")
-        refuse(~support[scored, ids], "outside its own support")
+        held = (support[scored, ids >> 3] >> (ids & 7) & 1).bool() if bits else support[scored, ids]
+        refuse(~held, "outside its own support")
+
+
+def _unpacked(bits: torch.Tensor) -> torch.Tensor:
+    """[T, 8·bytes] uint8 of [T, bytes]."""
+    return (bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1).flatten(1)

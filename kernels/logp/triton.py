@@ -7,7 +7,7 @@ number of tiles a program takes nor the range of columns that is in memory can c
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
@@ -17,9 +17,7 @@ from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.launch import processors
 from rlk.kernels._triton.numerics import column_tree, exp, log, row_tree, with_quiet_nan
 from rlk.kernels.logp import cpu
-
-if TYPE_CHECKING:
-    from rlk.kernels.logp.shards import Columns
+from rlk.kernels.logp.shards import Columns
 
 SOURCE = TritonSource("logp")
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -43,6 +41,15 @@ def _merge_shards(m, s):
         pairs: tl.constexpr = (m.shape[0] // 2, 2, m.shape[1])
         m, s = tl.reduce((tl.reshape(m, pairs), tl.reshape(s, pairs)), 1, _merge)
         return _merge_shards(m, s)
+
+
+@triton.jit
+def _supported(support, row, stride, column, inside, SUPPORT: tl.constexpr):
+    """Columns of the row that its support holds, of those ``inside``; a support of bits has column 8i + j in bit j of byte i."""
+    if SUPPORT == "bits":
+        return inside & (((tl.load(support + row * stride + column // 8, mask=inside, other=0) >> (column % 8)) & 1) != 0)
+    else:  # noqa: RET505
+        return inside & (tl.load(support + row * stride + column, mask=inside, other=0) != 0)
 
 
 @triton.jit(do_not_specialize=["first", "shard", "tiles", "limit"])
@@ -71,8 +78,8 @@ def _tile_states(
         stop = tl.minimum(begin + TILE, end)
         column = begin + place
         inside = column < stop
-        if SUPPORT:
-            inside &= tl.load(support + row * support_stride + column, mask=inside, other=0) != 0
+        if SUPPORT != "":
+            inside = _supported(support, row, support_stride, column, inside, SUPPORT)
         value = tl.where(inside, tl.div_rn(tl.load(z + column, mask=inside, other=0.0), t), MINUS_INFINITY)
         m = tl.max(value)
         e = exp(value - tl.where(m == MINUS_INFINITY, 0.0, m))
@@ -86,34 +93,44 @@ def _tile_states(
 
 @triton.jit(do_not_specialize=["rows", "tiles", "limit"])
 def _part(
-    ids, temperature, support, active, selected, top, total, part, support_stride, rows, tiles, limit,
-    SHARD: tl.constexpr, SHARDS: tl.constexpr, BLOCK: tl.constexpr, SUPPORT: tl.constexpr, ACTIVE: tl.constexpr,
+    ids, temperature, support, active, selected, top, total, part, logp, lse, support_stride, rows, tiles, limit,
+    SHARD: tl.constexpr, SHARDS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, SUPPORT: tl.constexpr, ACTIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """part[row] = (max, sum, z/T of the row's id): tiles ascending, shards by tree. Grid: (blocks of rows,).
 
-    An id elsewhere gives +0, one that could not be scored NaN.
+    An id elsewhere gives +0, one that could not be scored NaN. WHOLE: these are all shards; logp and lse are stored instead.
+    AHEAD tiles are read together and merged one after the other.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = row < rows
     scored = real & (tl.load(active + row, mask=real, other=0) != 0) if ACTIVE else real
-    m = tl.full([SHARDS, BLOCK], MINUS_INFINITY, tl.float32)
-    s = tl.zeros([SHARDS, BLOCK], tl.float32)
-    for tile in range(tiles):
-        at = (row * tiles + tile)[None, :] * SHARDS + tl.arange(0, SHARDS)[:, None]
-        part_m = tl.load(top + at, mask=scored[None, :], other=MINUS_INFINITY)
-        part_s = tl.load(total + at, mask=scored[None, :], other=0.0)
-        m, s = _merge(m, s, part_m, part_s)
-    m, s = _merge_shards(m, s)
     t = tl.load(temperature + row, mask=scored, other=1.0)
     id = tl.load(ids + row, mask=scored, other=-1)
     here = (id >= 0) & (id < SHARDS * SHARD)
     valid = here & (id < limit) & (t > 0.0) & (t < float("inf"))
-    if SUPPORT:
-        valid &= tl.load(support + row * support_stride + id, mask=valid, other=0) != 0
+    if SUPPORT != "":
+        valid = _supported(support, row, support_stride, id, valid, SUPPORT)
     z = tl.div_rn(tl.load(selected + row, mask=valid, other=0.0), t)
-    tl.store(part + row * 3, tl.where(scored, m, 0.0), mask=real)
-    tl.store(part + row * 3 + 1, tl.where(scored, s, 0.0), mask=real)
-    tl.store(part + row * 3 + 2, tl.where(valid, z, tl.where(here, float("nan"), 0.0)), mask=real)
+    m = tl.full([SHARDS, BLOCK], MINUS_INFINITY, tl.float32)
+    s = tl.zeros([SHARDS, BLOCK], tl.float32)
+    for first in range(0, tiles, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            tile = tl.full([1, 1], first + ahead, tl.int32)
+            at = (row[None, :] * tiles + tile) * SHARDS + tl.arange(0, SHARDS)[:, None]
+            there = scored[None, :] & (tile < tiles)
+            part_m = tl.load(top + at, mask=there, other=MINUS_INFINITY)
+            part_s = tl.load(total + at, mask=there, other=0.0)
+            m, s = _merge(m, s, part_m, part_s)
+    m, s = _merge_shards(m, s)
+    if WHOLE:
+        row_lse = m + log(s)
+        tl.store(lse + row, tl.where(scored, row_lse, 0.0), mask=real)
+        tl.store(logp + row, tl.where(scored, tl.where(valid, z, float("nan")) - row_lse, 0.0), mask=real)
+    else:
+        tl.store(part + row * 3, tl.where(scored, m, 0.0), mask=real)
+        tl.store(part + row * 3 + 1, tl.where(scored, s, 0.0), mask=real)
+        tl.store(part + row * 3 + 2, tl.where(valid, z, tl.where(here, float("nan"), 0.0)), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -146,8 +163,8 @@ def _slopes(
     if ACTIVE:
         limit = tl.where(tl.load(active + row) != 0, limit, 0)
     inside = (place < columns) & (column < limit)
-    if SUPPORT:
-        inside &= tl.load(support + row * support_stride + column, mask=inside, other=0) != 0
+    if SUPPORT != "":
+        inside = _supported(support, row, support_stride, column, inside, SUPPORT)
     t = tl.load(temperature + row)
     z = tl.load(logits + row * row_stride + place, mask=inside, other=0.0)
     p = exp(tl.div_rn(z, t) - tl.load(lse + row))
@@ -166,6 +183,7 @@ class Rows:
         """limit: columns beyond it are off the support. op: the name that is read back."""
         self.op, self.limit = op, limit
         self.ids, self.temperature = ids.contiguous(), temperature.contiguous()
+        self.bits = support is not None and support.dtype == torch.uint8
         self.support = None if support is None else _unit_columns(support).view(torch.uint8)
         self.active = _bytes(active)
 
@@ -174,8 +192,9 @@ class Rows:
         support = self.ids if self.support is None else self.support
         return support, self.ids if self.active is None else self.active, support.stride(0)
 
-    def _flags(self) -> dict[str, bool]:
-        return {"SUPPORT": self.support is not None, "ACTIVE": self.active is not None}
+    def _flags(self) -> dict[str, Any]:
+        kind = "" if self.support is None else "bits" if self.bits else "mask"
+        return {"SUPPORT": kind, "ACTIVE": self.active is not None}
 
     def start(self, padded_vocab: int, shards: int, vocab_tile: int) -> None:
         """Make room for the states of every tile."""
@@ -206,16 +225,25 @@ class Rows:
 
     def part(self) -> torch.Tensor:
         """(max, sum, z/T of the row's id) [rows, 3] fp32 once every shard's states are there."""
+        part = self.temperature.new_empty(len(self.ids), 3)
+        self._merge(part, part, part, whole=False)
+        return part
+
+    def score(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """logp and LSE [rows] fp32 once every shard's states are there, and these are all shards."""
+        logp, lse = self.temperature.new_empty(len(self.ids)), self.temperature.new_empty(len(self.ids))
+        self._merge(logp, logp, lse, whole=True)
+        return logp, lse
+
+    def _merge(self, part: torch.Tensor, logp: torch.Tensor, lse: torch.Tensor, *, whole: bool) -> None:
         rows = len(self.ids)
-        part = self.temperature.new_empty(rows, 3)
         if rows:
             support, active, support_stride = self._masks()
             SOURCE.launch(
                 _part, (triton.cdiv(rows, 4),), self.ids, self.temperature, support, active, self.selected, self.top, self.total, part,
-                support_stride, rows, self.tiles, self.limit, op=None, warps=1, SHARD=self.shard, SHARDS=self.shards, BLOCK=4,
-                **self._flags(),
+                logp, lse, support_stride, rows, self.tiles, self.limit, op=None, warps=1, SHARD=self.shard, SHARDS=self.shards, BLOCK=4,
+                AHEAD=min(8, triton.next_power_of_2(self.tiles)), WHOLE=whole, **self._flags(),
             )  # fmt: skip
-        return part
 
     def slopes(
         self, logits: torch.Tensor, first: int, lse: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype, block: int = SLOPES
@@ -282,7 +310,7 @@ def run_logp(
     rows = Rows("logp", ids, temperature, support, active, min(vocab_size, logits.shape[1]))
     rows.start(padded_vocab, shards, vocab_tile)
     rows.add(_unit_columns(logits), 0, 0, shards)
-    return join(rows.part()[None], ids, active, padded_vocab)
+    return rows.score()
 
 
 @cpu.logp_backward.register_kernel("cuda")
@@ -299,6 +327,11 @@ def examples() -> None:
     with torch.device("meta"):
         logits, ids = torch.empty(4096, 151936), torch.empty(4096, dtype=torch.int64)
         temperature, support = torch.empty(4096), torch.empty(4096, 151936, dtype=torch.bool)
-        for mask in (None, support):
+        bits = torch.empty(4096, 152576 // 8, dtype=torch.uint8)
+        for mask in (None, support, bits):
             _, lse = run_logp(logits, ids, temperature, mask, None, 151936, 152576, 8, 1024)
             run_backward(logits, ids, temperature, mask, None, lse, temperature, 151936)
+        columns = Columns(0, 4, 19072, 151936)
+        part_logits = torch.empty(4096, columns.width)
+        parts = part(part_logits, ids, temperature, None, None, columns, 1024)
+        join(torch.stack((parts, parts)), ids, None, columns.width)

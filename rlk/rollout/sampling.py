@@ -1,15 +1,6 @@
-"""The strict sampler: one row at a time, so that no neighbour in the batch can change a token, a support or a logprob.
+"""The strict sampler on the host: one row at a time, by the rule of ``rlk.kernels.sampling``; on a card see ``sampling_device``.
 
-Order, for a row z of fp32 logits over the vocabulary:
-
-1. t = z/T, IEEE fp32; T = 1 when greedy.
-2. top_k keeps the k largest t, ties by lower id.
-3. top_p keeps the shortest prefix of the kept ids in (t descending, id ascending) order whose probability reaches top_p, at least one.
-   w = exp(t − max t) in float64; running mass and total are left-to-right float64 sums in that order, but a total over the whole
-   vocabulary runs over ascending ids.
-4. The token: greedy takes the largest t, ties by lower id. Otherwise the inverse of the cumulative weight over the retained ids
-   ascending, at u·total, where u is the first draw of Philox4x64 with key = seed and counter = position.
-5. The logprob: the logp operator over the retained ids in place.
+Greedy rows are scored at T = 1. The logprob is the logp operator's over the retained ids in place.
 
 Tensor parallel ranks hold the logits of their own vocabulary shards: they gather all of them to draw, each for itself, and score by the
 tree over shards, each its own. That all drew the same ids is checked in every step.
@@ -28,16 +19,10 @@ from rlk.contract.numerics import Numerics
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.topology import owned
 from rlk.kernels.logp import logp, shards, support_mask
+from rlk.kernels.sampling import cpu as rule
 from rlk.model.linear import joined
 from rlk.parallel.collectives import ALONE, Group
 from rlk.parallel.errors import MismatchError
-
-Row = NDArray[np.float32]
-Weights = NDArray[np.float64]
-Ids = NDArray[np.int64]
-
-FIRST_CANDIDATES = 1024
-"""Ids that top_p sorts at first; it takes eight times as many until they hold the mass. The result does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +40,7 @@ def retained_ids(row: torch.Tensor, params: SamplingParams) -> list[int] | None:
     row: [V] fp32 logits of the real vocabulary. Raises FloatingPointError when a logit, or a logit divided by T, is not finite.
     """
     t = _scaled(row, params)
-    return _retained(t, _weights(t), params).tolist() if params.truncates else None
+    return _retained(t, rule.weights(t), params).tolist() if params.truncates else None
 
 
 def draw(row: torch.Tensor, params: SamplingParams, retained: Sequence[int] | None, position: int) -> int:
@@ -67,7 +52,7 @@ def draw(row: torch.Tensor, params: SamplingParams, retained: Sequence[int] | No
     t = _scaled(row, params)
     if params.greedy:
         return int(t.argmax())
-    return _draw(_weights(t), None if retained is None else np.asarray(retained), params.seed, position)
+    return rule.pick(rule.weights(t), None if retained is None else np.asarray(retained), params.seed, position)
 
 
 def sample_rows(
@@ -80,7 +65,7 @@ def sample_rows(
     numerics: Numerics,
     tp: Group = ALONE,
 ) -> Sampled:
-    """Draw and score one token per row.
+    """Draw one token per row on the host, and score it on the device of the logits.
 
     logits: [T, width] fp32, vocab_size <= width <= padded_vocab; columns from vocab_size on are ignored. Of several ranks in ``tp`` each
     passes its own padded_vocab/ranks columns, and all get the same result. Greedy rows are scored at T = 1, rows that are not truncated
@@ -93,10 +78,11 @@ def sample_rows(
         raise ValueError(
             f"sample_rows: logits {tuple(logits.shape)}, {len(params)} params, {len(positions)} positions, vocabulary {vocab_size}"
         )
-    temperature = torch.tensor([p.scoring_temperature for p in params], dtype=torch.float32)
-    tokens, supports = _draw_rows((whole[:, :vocab_size] / temperature[:, None]).numpy(), params, positions)
+    temperature = torch.tensor([p.scoring_temperature for p in params], dtype=torch.float32, device=logits.device)
+    drawn_ids, supports = _draw_rows((whole[:, :vocab_size] / temperature[:, None]).cpu().numpy(), params, positions)
+    tokens = drawn_ids.to(logits.device)
     truncated = any(kept is not None for kept in supports)
-    mask = support_mask(supports, vocab_size, width=whole.shape[1]) if truncated else None
+    mask = support_mask(supports, vocab_size, width=whole.shape[1]).to(logits.device) if truncated else None
     if tp.size == 1:
         logprobs = logp(
             logits, tokens, temperature, vocab_size=vocab_size, padded_vocab=padded_vocab, shards=numerics.canonical_tp,
@@ -126,51 +112,19 @@ def _draw_rows(
             ids.append(int(t.argmax()))
             supports.append(None)
             continue
-        weights = _weights(t)
+        weights = rule.weights(t)
         retained = _retained(t, weights, param) if param.truncates else None
-        ids.append(_draw(weights, retained, param.seed, position))
+        ids.append(rule.pick(weights, retained, param.seed, position))
         supports.append(None if retained is None else tuple(retained.tolist()))
     return torch.tensor(ids, dtype=torch.int64), supports
 
 
-def _scaled(row: torch.Tensor, params: SamplingParams) -> Row:
-    t: Row = np.divide(row.numpy(), np.float32(params.scoring_temperature), dtype=np.float32)
+def _scaled(row: torch.Tensor, params: SamplingParams) -> rule.Row:
+    t: rule.Row = np.divide(row.numpy(), np.float32(params.scoring_temperature), dtype=np.float32)
     if not np.isfinite(t).all():
         raise FloatingPointError(f"logits divided by temperature {params.scoring_temperature} are not finite")
     return t
 
 
-def _weights(t: Row) -> Weights:
-    return np.exp(t.astype(np.float64) - float(t.max()))
-
-
-def _largest(t: Row, count: int) -> Ids:
-    """The ``count`` largest entries' ids in (t descending, id ascending) order."""
-    if count == t.size:
-        return (-t).argsort(kind="stable")
-    candidates = np.flatnonzero(t >= np.partition(t, t.size - count)[t.size - count])
-    return candidates[(-t[candidates]).argsort(kind="stable")[:count]]
-
-
-def _retained(t: Row, weights: Weights, params: SamplingParams) -> Ids:
-    whole = params.top_k == -1 or params.top_k >= t.size
-    if whole and params.top_p == 1:
-        return np.arange(t.size)
-    ordered = _largest(t, min(FIRST_CANDIDATES, t.size) if whole else params.top_k)
-    if params.top_p < 1:
-        running = weights[ordered].cumsum()
-        mass = params.top_p * (weights.cumsum() if whole else running)[-1]
-        while running[-1] < mass and ordered.size < t.size:
-            ordered = _largest(t, min(8 * ordered.size, t.size))
-            running = weights[ordered].cumsum()
-        ordered = ordered[: int(running.searchsorted(mass)) + 1]
-    ordered.sort()
-    return ordered
-
-
-def _draw(weights: Weights, retained: Ids | None, seed: int, position: int) -> int:
-    running = (weights if retained is None else weights[retained]).cumsum()
-    uniform = (np.random.Philox(key=seed, counter=position).random_raw() >> 11) * 2.0**-53
-    # uniform < 1, so the product rounds below the total, and the first sum above it belongs to an id with weight.
-    chosen = int(running.searchsorted(uniform * running[-1], side="right"))
-    return chosen if retained is None else int(retained[chosen])
+def _retained(t: rule.Row, weights: rule.Weights, params: SamplingParams) -> rule.Ids:
+    return rule.retained(t, weights, rule.fixed_point(params.top_p), params.top_k)
