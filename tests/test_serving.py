@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_a_served_model_is_the_model(lengths: tuple[int, ...]) -> None:
     make = lambda shape: (torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1)).bfloat16()
     dense = Qwen3Dense(CONFIG, DEFAULT)
     dense.load_hf({name: make(shape) for name, shape in hf_shapes(CONFIG).items()})
-    tile = {"scale": CONFIG.attention_scale, "kv_tile": DEFAULT.kv_tile, "kv_split": DEFAULT.kv_split}
+    tile: dict[str, Any] = {"scale": CONFIG.attention_scale, "kv_tile": DEFAULT.kv_tile, "kv_split": DEFAULT.kv_split}
     rows = torch.tensor(lengths)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
     ids, positions = torch.randint(0, 260, (sum(lengths),), generator=generator), torch.cat([torch.arange(n) for n in lengths])
