@@ -14,6 +14,7 @@ import torch
 from rlk.contract import packing, topology, vocabulary
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.orders import attention_splits, attention_tiles, fold_halves, fold_pairs, groups
+from rlk.kernels.sampling import cpu as sampling
 
 Array = npt.NDArray[np.float32]
 PAGE = " ".join((Path(__file__).parents[1] / "docs" / "contract.md").read_text().replace("\n>", "\n").replace("−", "-").split())
@@ -229,6 +230,16 @@ def test_kept_mass() -> None:
     z = [2.0, 1.0, 0.0, -1.0]
     mass = sum(map(math.exp, z[:2])) / sum(map(math.exp, z))
     stated(f"mass {mass:.6f}.", f"off by {logprob(z) - logprob(z[:2]):.6f} at every token")
+
+
+def test_weights_are_integers() -> None:
+    weights = np.array([1.0, *[2.0**-26] * 64], np.float32)
+    integers = sampling.weights(np.log(weights.astype(np.float64)).astype(np.float32))
+    assert integers.cumsum()[-1] == integers[::-1].cumsum()[-1]
+    stated(
+        f"largest first: {weights.cumsum()[-1]}; smallest first: {weights[::-1].cumsum()[-1]:.10f},",
+        f"in any order: {integers.sum()}.",
+    )
 
 
 def test_normalisation_before_the_first_rounding() -> None:
