@@ -70,7 +70,9 @@ class Operator:
     outputs, gradients: every value that is judged; a gradient is named after what it is the gradient of.
     depends_on: operators whose arithmetic it uses, so that a change there is judged here too.
     composed: its bytes are those of the operators it depends on, run one after another.
-    fp32: values without any bf16 rounding on the way to them, judged within the fp32 tolerance; all others within that of bf16.
+    fp32: values without any bf16 rounding on the way to them, judged within the fp32 tolerance of the operator's class; all others within
+    that of bf16. The class logprob has an fp32 tolerance for fp32 logits; an operator that makes its logits out of bf16 hidden states and
+    weights also has the error of that product, for which lm_head alone may be ten times as far off, and is judged by its inputs: bf16.
     """
 
     name: str
@@ -102,7 +104,6 @@ OPERATORS = (
     Operator("logp", "logprob", "logprob", ("logp", "lse"), ("logits",), fp32=("logp", "lse")),
     Operator(
         "batch_invariant_logp", "logprob", "logprob", ("logp", "lse"), ("hidden", "weight"), ("lm_head", "logp"), composed=True,
-        fp32=("logp", "lse"),
     ),
     Operator("pack", "elementwise", "elementwise", ("packed", "unpacked"), ("padded", "rows")),
 )  # fmt: skip
