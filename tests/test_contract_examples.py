@@ -14,6 +14,7 @@ import torch
 from rlk.contract import packing, topology, vocabulary
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.orders import attention_splits, attention_tiles, fold_halves, fold_pairs, groups
+from rlk.kernels.det_gemm import hopper
 from rlk.kernels.sampling import cpu as sampling
 
 Array = npt.NDArray[np.float32]
@@ -261,3 +262,9 @@ def test_signed_zero() -> None:
     zero = f32(-0.0)
     assert zero == f32(0)
     stated(f"bytes {zero.tobytes().hex()} become {(zero + f32(0)).tobytes().hex()}.")
+
+
+def test_a_group_on_hopper() -> None:
+    one, small = torch.ones(1, 16).bfloat16(), torch.full((1, 16), 2.0**-26).bfloat16()
+    found = hopper.step(one, small, torch.ones(1)).item()
+    stated(f"1 and 16 products of 2⁻²⁶: the instruction gives {found:g}; the exact sum is {1 + 16 * 2**-26:.8f}.")

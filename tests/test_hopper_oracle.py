@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ import torch
 from rlk.contract.orders import fold_pairs
 from rlk.contract.topology import token_leaves
 from rlk.kernels.det_gemm import hopper
-from rlk.kernels.det_gemm.hopper_probes import FAMILIES, Family, accumulators, operands
+from rlk.kernels.det_gemm.hopper_probes import FAMILIES, GOLDEN, Family, Golden, accumulators, digest, operands
 
+RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "hopper_golden.json"
 NAN, INFINITY = 0x7FC00000, 0x7F800000
 
 
@@ -84,7 +88,16 @@ def test_subnormals_are_neither_flushed_nor_rounded() -> None:
     assert _step(0.0, (2.0**-133, 1.0)) == 1 << 16  # the smallest bf16
     assert _step(0.0, (2.0**-133, 2.0**-16)) == 1
     assert _step(0.0, *[(2.0**-75, 2.0**-75)] * 16) == 8
-    assert _step(0.0, *[(2.0**-76, 2.0**-76)] * 16) == 0  # 2^-152: below 25 fraction bits of exponent -126, which C = 0 has
+    assert _step(0.0, *[(2.0**-76, 2.0**-76)] * 16) == 2  # C = 0 has no exponent
+    assert _step(smallest, *[(2.0**-76, 2.0**-76)] * 16) == 1  # the smallest has -126, and 2^-152 is below its 25 fraction bits
+
+
+@pytest.mark.parametrize(("last", "expected"), [(-157, 1), (-158, 1), (-159, 0), (-160, 0)])
+def test_the_largest_exponent_counts_as_at_least_minus_133(last: int, expected: int) -> None:
+    """2^-150 + 2^-151 + … + 2^last and 2^last once more are 2^-149, if all of them are kept."""
+    ones = [(2.0**-75, 2.0 ** (exponent + 75)) for exponent in range(-150, last - 1, -1)]
+    assert _step(0.0, *ones, ones[-1]) == expected
+    assert _step(0.0, *ones) == 0
 
 
 def test_overflow_is_infinite_and_finite_sums_of_huge_terms_are_not() -> None:
@@ -105,8 +118,8 @@ def test_nan_and_infinities() -> None:
 
 
 def _exponent(value: float) -> int:
-    """Exponent of a bf16 or fp32 value; -126 for subnormals and 0."""
-    return max(math.frexp(value)[1] - 1, -126) if value else -126
+    """Exponent of a bf16 or fp32 value that is not 0; -126 for subnormals."""
+    return max(math.frexp(value)[1] - 1, -126)
 
 
 def _cut(value: Fraction, exponent: int, places: int) -> Fraction:
@@ -116,10 +129,11 @@ def _cut(value: Fraction, exponent: int, places: int) -> Fraction:
 
 def _fractions(a: list[float], b: list[float], c: float) -> float:
     """The rule of one instruction, written over fractions."""
-    terms = [(Fraction(c), _exponent(c))]
-    terms += [(Fraction(x) * Fraction(y), _exponent(x) + _exponent(y)) for x, y in zip(a, b) if x and y]
-    largest = max(exponent for _, exponent in terms)
+    terms = [(Fraction(x) * Fraction(y), _exponent(x) + _exponent(y)) for x, y in zip((c, *a), (1.0, *b)) if x and y]
+    largest = max([exponent for _, exponent in terms] + [-133])
     total = sum((_cut(value, largest, 25) for value, _ in terms), Fraction(0))
+    if total == 0:
+        return 0.0
     rounded = _cut(total, _exponent(float(total)), 23)
     return float(rounded) if abs(rounded) < 2**128 else math.copysign(math.inf, rounded)
 
@@ -185,3 +199,23 @@ def test_refusals() -> None:
         hopper.det_gemm(x.float(), w)
     with pytest.raises(ValueError, match="power of two that divides 32"):
         hopper.det_gemm(x, w, 3)
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RECORD.read_text())
+    return found
+
+
+def test_the_record_says_where_it_was_made_and_holds_every_case(record: dict[str, Any]) -> None:
+    assert "H200" in record["card"]
+    assert record["kernel"].startswith("triton:det_gemm:")
+    assert list(record["cases"]) == [case.name for case in GOLDEN]
+    assert len({case["sha256"] for case in record["cases"].values()}) == len(GOLDEN)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case.name)
+def test_the_oracle_gives_the_bytes_of_the_card(case: Golden, record: dict[str, Any]) -> None:
+    found, kept = case.oracle(), record["cases"][case.name]
+    assert _bits(found[0]) == [int(bits, 16) for bits in kept["first_row"]]
+    assert digest(found) == kept["sha256"]

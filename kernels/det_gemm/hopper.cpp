@@ -2,8 +2,8 @@
 //
 // One instruction adds 16 exact products to C at once (MMA-Sim, arXiv 2511.10909; confirmed on a card by tests/gpu/check_hopper.py):
 //   1. A value is significand·2^exponent with the significand in [1, 2); a subnormal keeps exponent -126 and a significand below 1.
-//   2. A product has the sum of its operands' exponents and a significand in [1, 4): it is not normalised. A zero has no exponent.
-//   3. All 17 terms are aligned to the largest exponent among them, C's counting as at least -126, and cut towards zero to 25 fraction bits.
+//   2. A product has the sum of its operands' exponents and a significand below 4: it is not normalised. A zero, C too, has no exponent.
+//   3. All 17 terms are aligned to the largest exponent among them, at least -133, and cut towards zero to 25 fraction bits.
 //   4. Their sum is exact. It is normalised to fp32 and cut towards zero, subnormals included; from 2^128 on it is infinite; no sum is -0.
 //   5. NaN and infinities follow IEEE: infinity minus infinity and 0·infinity are NaN.
 // The order of the products, M, N and the tile play no part.
@@ -20,12 +20,12 @@ namespace {
 constexpr int64_t kLanes = 16;  // columns computed side by side
 constexpr int64_t kRows = 64;   // rows of one task
 constexpr int32_t kFraction = 25;
-constexpr int32_t kLeast = -126;
-constexpr int32_t kNone = -4096;  // exponent of a zero operand: its product never is the largest term
+constexpr int32_t kLeast = -126, kFloor = -133;
+constexpr int32_t kNone = -4096;  // exponent of a zero: never the largest
 constexpr int32_t kProductShift = kFraction - 14, kSumShift = kFraction - 23;
 
 struct Operand {
-  int32_t significand, exponent;  // significand·2^(exponent - 7), signed
+  int32_t significand, exponent;  // significand·2^(exponent - 7) for bf16, signed
 };
 
 inline bool is_special(uint16_t bits) { return (bits & 0x7f80u) == 0x7f80u; }
@@ -34,6 +34,14 @@ inline Operand decode(uint16_t bits) {
   const int32_t field = (bits >> 7) & 0xff, fraction = bits & 0x7f;
   const int32_t magnitude = field ? fraction | 0x80 : fraction;
   return {bits & 0x8000u ? -magnitude : magnitude, magnitude ? std::max(field, 1) - 127 : kNone};
+}
+
+// The same for an fp32 value; significand·2^(exponent - 23).
+inline Operand decode(float value) {
+  const uint32_t bits = to_bits(value);
+  const int32_t field = bits >> 23 & 0xff, fraction = bits & 0x007fffff;
+  const int32_t magnitude = field ? fraction | 0x00800000 : fraction;
+  return {bits >> 31 ? -magnitude : magnitude, magnitude ? std::max(field, 1) - 127 : kNone};
 }
 
 // 16 consecutive k of one row, or of kLanes columns; positions past the end are +0.
@@ -78,7 +86,7 @@ inline int32_t aligned(int32_t significand, int32_t shift, int32_t distance) {
   return (cut ^ sign) - sign;
 }
 
-// sum·2^(exponent - kFraction) as fp32, cut towards zero. exponent >= kLeast.
+// sum·2^(exponent - kFraction) as fp32, cut towards zero. exponent >= kFloor.
 inline float normalised(int64_t sum, int32_t exponent) {
   if (sum == 0) return 0.0f;
   const uint32_t sign = sum < 0 ? 0x80000000u : 0u;
@@ -102,7 +110,7 @@ double ieee_sum(const RowGroup& a, const ColumnGroup& b, int64_t lane, float c) 
 // c[lane] += the 16 products of row a with column `lane` of b: one instruction.
 void add_group(const RowGroup& a, const ColumnGroup& b, float* c) {
   int32_t largest[kLanes], products[kLanes] = {};
-  for (int64_t lane = 0; lane < kLanes; ++lane) largest[lane] = std::max<int32_t>(to_bits(c[lane]) >> 23 & 0xff, 1) - 127;
+  for (int64_t lane = 0; lane < kLanes; ++lane) largest[lane] = std::max(decode(c[lane]).exponent, kFloor);
   for (int64_t k = 0; k < kGroup; ++k)
     for (int64_t lane = 0; lane < kLanes; ++lane) largest[lane] = std::max(largest[lane], a.exponent[k] + b.exponent[k][lane]);
   for (int64_t k = 0; k < kGroup; ++k)
@@ -118,10 +126,8 @@ void add_group(const RowGroup& a, const ColumnGroup& b, float* c) {
         continue;
       }
     }
-    const uint32_t bits = to_bits(c[lane]);
-    const int32_t field = bits >> 23 & 0xff, fraction = bits & 0x007fffff;
-    const int32_t magnitude = field ? fraction | 0x00800000 : fraction;
-    const int32_t term = aligned(bits >> 31 ? -magnitude : magnitude, kSumShift, largest[lane] - (std::max(field, 1) - 127));
+    const Operand own = decode(c[lane]);
+    const int32_t term = aligned(own.significand, kSumShift, largest[lane] - own.exponent);
     c[lane] = normalised(int64_t(products[lane]) + term, largest[lane]);
   }
 }

@@ -85,6 +85,17 @@ def operands(family: Family, seed: int, rows: int, columns: int, k: int) -> tupl
     return found[0], found[1]
 
 
+def edges() -> tuple[torch.Tensor, torch.Tensor]:
+    """a, b [64, 16] bf16: a row of b is 2^-75, 2^-76, … 2^-last and 2^-last once more, a row of a is 2^-75 … 2^-72.
+
+    So each sum is 2^-149 … 2^-146 if every place of it is kept, and less by one of the smallest subnormals if the last ones are not.
+    """
+    scale, last = torch.arange(64) // 16 - 75, torch.arange(64)[:, None] % 11 + 4
+    places = torch.arange(16)
+    b = torch.where(places <= last + 1, 2.0 ** -(75.0 + torch.minimum(places, last)), 0.0)
+    return (2.0**scale)[:, None].expand(-1, 16).bfloat16(), b.bfloat16()
+
+
 def accumulators(family: Family, seed: int, *shape: int) -> torch.Tensor:
     """fp32 values from 2^-40 to 2^40 times the size of the family's products; one in 16 is ±0."""
     word, other = words(seed, 8, *shape), words(seed, 9, *shape)

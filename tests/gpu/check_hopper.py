@@ -22,7 +22,7 @@ from rlk.evidence.bytes import compare, describe
 from rlk.kernels._triton.launch import OPTIONS
 from rlk.kernels.det_gemm import det_gemm, det_gemm_input_part, det_gemm_weight_grad, hopper
 from rlk.kernels.det_gemm import triton as gemm
-from rlk.kernels.det_gemm.hopper_probes import FAMILIES, GOLDEN, Golden, accumulators, digest, golden_leaves, operands
+from rlk.kernels.det_gemm.hopper_probes import FAMILIES, GOLDEN, Golden, accumulators, digest, edges, golden_leaves, operands
 from rlk.kernels.det_gemm.triton_tiles import Tile
 
 BLOCKS = 128
@@ -90,6 +90,12 @@ def steps(report: Report, instruction: str) -> None:
                 for i in wrong[:: max(1, len(wrong) // 100)][:100].tolist()
             ]
             print(family.name, len(wrong), "of", len(found), "differ", flush=True)
+    a, b = edges()
+    out = torch.empty(rows, columns, device="cuda")
+    _steps[(1,)](a.cuda(), b.cuda(), torch.zeros_like(out), out, ROWS=rows, COLUMNS=columns, num_warps=4, **OPTIONS["cuda"])
+    zeros = torch.zeros(rows * columns)
+    expected = hopper.step(a[:rows].repeat_interleave(columns, 0), b.repeat(rows, 1), zeros)
+    _check(report, f"one step of {instruction}", "the last places", out.flatten(), expected)
     report.holds(f"NaN of {instruction}", True, payloads=sorted(payloads))
     if differing:
         (Path(os.environ.get("OUT", ".")) / f"differing_{instruction}.json").write_text(json.dumps(differing))
