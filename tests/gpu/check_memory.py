@@ -1,10 +1,11 @@
-"""Runs every part of ``small_shapes.py`` under compute-sanitizer's memcheck and racecheck, all at once:
+"""Runs every part of ``small_shapes.py`` under a tool of compute-sanitizer, all at once:
 
-    OUT=. PYTHONPATH=. python tests/gpu/check_memory.py [part ...]
+    OUT=. PYTHONPATH=. python tests/gpu/check_memory.py memcheck [part ...]
+    OUT=. PYTHONPATH=. python tests/gpu/check_memory.py racecheck [part ...]
 
-A first run without the checker compiles the kernels. Writes $OUT/memory.json and the logs of parts that are not clean beside it, and exits
-1 if there is one. A part is clean if the checker counts no error and the part reached its end. A kernel of our own that reads past its
-operand, and one that races, must be seen.
+A first run without the tool compiles the kernels. Writes $OUT/<tool>.json and the logs of parts that are not clean beside it, and exits 1
+if there is one. A part is clean if the tool counts no error and the part reached its end. A kernel that reads past its operand, and one
+that races, must be seen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from report import environment
 from small_shapes import PARTS
 
 HERE = Path(__file__).parent
-TOOLS = ("memcheck", "racecheck")
 CONTROLS = {"memcheck": "past the end", "racecheck": "race"}
 LIMIT_S = 240
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
@@ -55,24 +56,22 @@ def clean(found: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parts = sys.argv[1:] or list(PARTS)
+    tool, *parts = sys.argv[1:]
+    parts = parts or list(PARTS)
+    alone = [[sys.executable, str(HERE / "small_shapes.py"), part] for part in parts]
+    found: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(
-            pool.map(
-                lambda part: subprocess.run([sys.executable, str(HERE / "small_shapes.py"), part], check=True, stdout=subprocess.DEVNULL),
-                parts,
-            )
-        )
-        asked = [(tool, part) for tool in TOOLS for part in (*parts, CONTROLS[tool])]
-        results = dict(zip(asked, pool.map(lambda pair: check(*pair), asked), strict=True))
+        list(pool.map(partial(subprocess.run, check=True, stdout=subprocess.DEVNULL), alone))
+        asked = {pool.submit(check, tool, part): part for part in (*parts, CONTROLS[tool])}
+        for done in as_completed(asked):
+            part, result = asked[done], done.result()
+            found[part] = result
+            said = "clean" if clean(result) else f"{result['errors']} errors, ended: {result['ended']}, {result['said'][:1]}"
+            print(f"{tool} {part}: {said}", flush=True)
     version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
-    failed = [f"{tool} {part}" for (tool, part), found in results.items() if clean(found) == (part == CONTROLS[tool])]
-    facts = {**environment(), "sanitizer": version, "failed": failed, "results": {f"{t} {p}": found for (t, p), found in results.items()}}
-    (Path(os.environ.get("OUT", ".")) / "memory.json").write_text(json.dumps(facts, indent=1) + "\n")
-    for (tool, part), found in results.items():
-        print(
-            f"{tool:10s}{part:24s}", "clean" if clean(found) else f"{found['errors']} errors, ended: {found['ended']} {found['said'][:2]}"
-        )
+    failed = sorted(part for part, result in found.items() if clean(result) == (part == CONTROLS[tool]))
+    facts = {**environment(), "sanitizer": version, "tool": tool, "failed": failed, "parts": {part: found[part] for part in sorted(found)}}
+    (Path(os.environ.get("OUT", ".")) / f"{tool}.json").write_text(json.dumps(facts, indent=1) + "\n")
     sys.exit(1 if failed else 0)
 
 

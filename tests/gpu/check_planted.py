@@ -83,7 +83,8 @@ def split_k(report: Report) -> None:
         expect(report, "planted: default cuBLAS", judged("det_gemm", "forward_invariance"), caught=True)
 
 
-_LAYOUT = ("    shape = _shape(x.shape[-1])\n    SOURCE", "    shape = _shape(x.shape[-1]) | {'warps': 8 if rows > 64 else 1}\n    SOURCE")
+_SHAPE = "    shape = _shape(x.shape[-1]){}\n    SOURCE"
+_LAYOUT = (_SHAPE.format(""), _SHAPE.format(" | {'warps': 8 if rows > 1024 else 1}"))
 _ROW_SUM = ("row_tree(x * x)", "tl.sum(x * x, 1)")
 _REGISTERED = (
     ('@rms_norm.register_kernel("cuda")\n', ""),
