@@ -103,6 +103,11 @@ def main() -> None:
         assert torch.equal(ids, whole[i : i + 1])
         assert torch.equal(support, whole_support[i : i + 1])
     print("ok one row alone")
+    later, _ = draw(cpu.sample, logits, replace(mixed, position=mixed.position + 1))
+    _, wider = draw(cpu.sample, logits, replace(mixed, top_k=mixed.top_k + (mixed.top_k > 0).long()))
+    assert wider is not None
+    assert not torch.equal(later, whole), "another position must show"
+    assert not torch.equal(wider, whole_support), "one id more must show"
     mask = torch.from_numpy(np.unpackbits(whole_support.numpy(), axis=1, bitorder="little")).bool()
     by_bits = score.run_logp(logits, whole, mixed.temperature, whole_support, None, 130, 160, 2, 32)
     by_mask = score.run_logp(logits, whole, mixed.temperature, mask[:, :130].contiguous(), None, 130, 160, 2, 32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 
 from rlk.contract.numerics import DEFAULT
 from rlk.contract.sampling import SamplingParams
+from rlk.kernels._triton import aot
 from rlk.kernels.logp import logp, support_mask
 from rlk.kernels.sampling import WHOLE, cpu, fixed_point
 from rlk.rollout.sampling import retained_ids, sample_rows
@@ -46,6 +48,16 @@ def test_the_triton_kernels_follow_the_rule() -> None:
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("the Triton sampler follows the rule\n")
+
+
+def test_every_kernel_compiles_for_both_targets_without_spills_or_fused_sums() -> None:
+    compiled = list(aot.compile_all(("sampling",)))
+    for target in aot.TARGETS:
+        names = {row.kernel for row in compiled if row.target == target}
+        assert names == {"_highest", "_count", "_gather", "_find", "_retain", "_pick"}
+    assert [row.line() for row in compiled if row.spills] == []
+    unwanted = re.compile(r"fma\.rn\.f32|\.ftz\b|ex2\.approx|\b(?:div|rcp)\.(?:approx|full)")
+    assert [row.line() for row in compiled if row.target == "cuda:90" and unwanted.search(row.text)] == []
 
 
 def test_weights_are_close_to_the_exponential_and_rise_with_it() -> None:
