@@ -26,7 +26,7 @@ Identity = tuple[int, str]
 
 ROLLOUT_OPTIONS: dict[Device, dict[str, Any]] = {
     "cpu": {},
-    "cuda": {"device": "cuda", "kv_cache_bytes": 8 << 30, "max_num_batched_tokens": 2048, "max_num_seqs": 128},
+    "cuda": {"kv_cache_bytes": 8 << 30, "max_num_batched_tokens": 2048, "max_num_seqs": 128},
 }
 """Sizes of vLLM in the loop where they are not its defaults here; on the card the trainer needs most of the memory."""
 
@@ -79,6 +79,7 @@ class RolloutActor:
             self._engine = VllmEngine(
                 checkpoint,
                 mode=self._mode,
+                device=self._device,
                 numerics=self._numerics,
                 max_model_len=context,
                 tensor_parallel_size=self._tp,
@@ -99,8 +100,7 @@ class RolloutActor:
     def trace(self, requests: Sequence[Request], path: Path, positions: Sequence[int] | None = None) -> list[Response]:
         """Like :meth:`generate` from a cold prefix cache; the intermediates of every computed position, or of those in ``positions``, go to
         ``path`` (safetensors)."""
-        some = {} if positions is None else {"positions": positions}
-        return self._running.trace(requests, path, **some)
+        return self._running.trace(requests, path, positions=positions)
 
     @_plain_errors
     def load(self, path: Path, version: int, announced: str) -> Identity:
