@@ -229,6 +229,17 @@ def test_pages_of_both_layouts_reach_the_library(library: None) -> None:
         vendor.paged_attention(q, torch.zeros(4, KV_HEADS, 16, 2 * DIM + 1).bfloat16()[..., 1:], table, starts, ends, SCALE, TILE, 0)
 
 
+def test_pages_are_certified_ahead_of_a_capture(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[tuple[int, ...], int, int | None]] = []
+    monkeypatch.setattr(vendor, "certify", lambda q, kv_heads, page, calls: asked.append((tuple(q.shape), kv_heads, page)))
+    vendor.certify_pages(HEADS, KV_HEADS, DIM, 64, Q.device)
+    q, k, v = _make(1)
+    cache = torch.cat((k, v), dim=-1)[:, :, None].expand(1, KV_HEADS, 64, 2 * DIM).contiguous()
+    one = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1]), torch.tensor([1])
+    vendor.paged_attention(q, cache, *one, SCALE, TILE, 0)
+    assert [(heads, *rest) for (_, heads, _), *rest in asked] == [(HEADS, KV_HEADS, 64)] * 2
+
+
 def test_what_the_family_does_not_have_is_refused(library: None) -> None:
     q, k, v = _make(4)
     with pytest.raises(ValueError, match=r"use kv_split=0 \(attention_family vendor-one-split\), not 64"):

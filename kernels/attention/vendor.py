@@ -131,6 +131,13 @@ def _require(op: str, q: torch.Tensor, kv_split: int) -> None:
         raise BackendUnavailable(f"{op}: backend 'vendor' needs heads of a multiple of {_ALIGNED}, not {q.shape[2]}: use backend 'triton'")
 
 
+def certify_pages(q_heads: int, kv_heads: int, dim: int, page: int, device: torch.device) -> None:
+    """Certify attention over pages before its first call, which may be a graph capture; raises what :func:`paged_attention` would."""
+    q = torch.empty(0, q_heads, dim, dtype=torch.bfloat16, device=device)
+    _require("paged_attention", q, 0)
+    certify(q, kv_heads, page, CALLS)
+
+
 @torch.library.custom_op("rlk::attention_vendor", mutates_args=(), device_types="cuda")
 def attention_with_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, kv_tile: int, kv_split: int

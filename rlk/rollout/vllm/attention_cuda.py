@@ -9,7 +9,9 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from rlk.kernels.attention.vendor import certify_pages
 from rlk.rollout.vllm.attention import PagedMetadataBuilder, RlkAttentionBackend
+from rlk.rollout.vllm.settings import numerics_of
 
 
 class CudaMetadataBuilder(PagedMetadataBuilder):
@@ -24,6 +26,9 @@ class CudaMetadataBuilder(PagedMetadataBuilder):
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         most = vllm_config.scheduler_config.max_num_seqs + 1
+        if numerics_of(vllm_config).attention_backend("cuda") == "vendor":
+            heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+            certify_pages(heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.block_size, device)
         self._buffers = {name: torch.zeros(most, dtype=torch.int64, device=device) for name in ("query_start_loc", "seq_lens")}
 
     def widened(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
