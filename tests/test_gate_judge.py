@@ -13,7 +13,7 @@ from rlk.acceptance.cell import Cell
 from rlk.acceptance.judge import Findings, conclude, exit_code, judge_cell
 from rlk.contract.judgments import FORWARD_ACCURACY, tolerance
 from rlk.evidence.bytes import compare_fp32
-from rlk.evidence.schema import Accuracy, CellRecord, SessionFacts, Status
+from rlk.evidence.schema import Accuracy, CellRecord, KernelUse, SessionFacts, Status
 
 CELLS = (
     *(Cell("cpu", "chain", "train_vs_rollout", "tiny", name) for name in ("qkv", "logits", "logp")),
@@ -90,6 +90,22 @@ def test_an_accuracy_is_judged_by_the_contracts_own_tolerance(changes: dict[str,
     judged = judge_cell(CLOSE, Findings(accuracies=[accuracy(**changes)]), [], {})
     assert (judged.status is Status.PASS) == (not reason)
     assert reason in " ".join(judged.reasons)
+
+
+@pytest.mark.parametrize(
+    ("op", "backend", "reason"),
+    [
+        ("rope", "triton", ""),
+        ("rope.table", "cpu", ""),
+        ("rope", "cpu", "rope on the train side ran on undeclared backend 'cpu'"),
+        ("rope.table", "triton", "rope.table on the train side ran on undeclared backend 'triton'"),
+    ],
+)
+def test_a_card_computes_everything_but_the_rope_table(op: str, backend: str, reason: str) -> None:
+    cell = Cell("cuda", "chain", "train_vs_rollout", "tiny", "qkv")
+    use = KernelUse(side="train", op=op, backend=backend, kernel_id=f"{backend}:rope:0", calls=1)
+    judged = judge_cell(cell, Findings(comparisons=[GREEN], kernels=[use]), [], {use.kernel_id: ("rope",)})
+    assert judged.reasons == ((reason,) if reason else ())
 
 
 def test_a_comparison_is_no_accuracy() -> None:

@@ -16,6 +16,8 @@ from rlk.evidence.bytes import describe
 from rlk.evidence.schema import Accuracy, CellRecord, Comparison, Control, KernelUse, SessionFacts, Status, Verdict
 
 BACKENDS_OF: Mapping[Platform, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton", "vendor"), "rocm": ("triton", "vendor")}
+HOST_OPERATORS = ("rope.table",)
+"""What the contract computes once on the CPU, whatever the engines compute on; its hash is compared."""
 _EXIT_CODE = {Status.PASS: 0, Status.FAIL: 1, Status.MISSING: 1, Status.PARTIAL: 3}
 
 
@@ -117,7 +119,7 @@ def _kernels(cell: Cell, findings: Findings, declared: Mapping[str, Collection[s
             reasons.append(f"{where} ran rlk kernel {use.kernel_id}, but this side must be native")
         elif cell.backend and use.backend != cell.backend:
             reasons.append(f"{where} ran on backend {use.backend!r}, this cell judges {cell.backend!r}")
-        elif use.backend not in BACKENDS_OF[cell.platform]:
+        elif use.backend not in (("cpu",) if use.op in HOST_OPERATORS else BACKENDS_OF[cell.platform]):
             reasons.append(f"{where} ran on undeclared backend {use.backend!r}")
         elif use.op.split(".")[0] not in declared.get(use.kernel_id, ()):
             reasons.append(f"{where} reports kernel id {use.kernel_id!r}, which this source tree does not declare")

@@ -38,14 +38,7 @@ LAYOUTS = ("batch_of_one", "permuted")
 """Judgments of ``rollout_layouts`` and ``train_layouts``: every intermediate against the pass over all samples together."""
 
 FORWARD = ("embedding", "rms_norm", "qk_norm", "rope", "det_gemm", "swiglu", "lm_head", "logp")
-TRACED = tuple(("rollout", op) for op in (*FORWARD, "attention.paged"))
-FUSED = ("embedding", "rms_norm", "serving.rotate_into_cache", "serving.add_rms_norm", "det_gemm", "swiglu", "lm_head", "logp", "sampling")
-ROLLOUT: dict[Platform, tuple[tuple[str, str], ...]] = {
-    "cpu": TRACED,
-    "cuda": tuple(("rollout", op) for op in (*FUSED, "attention.paged")),
-    "rocm": tuple(("rollout", op) for op in (*FUSED, "attention.paged")),
-}
-"""The rollout's operators: each alone while it is traced, some of them fused on a card while it is not."""
+ROLLOUT = tuple(("rollout", op) for op in (*FORWARD, "attention.paged"))
 SCORING = tuple(("train", op) for op in (*FORWARD, "attention"))
 LEARNING = tuple(
     ("train", op)
@@ -89,7 +82,7 @@ def _chain(platform: Platform) -> Iterator[Cell]:
 
 def _intermediates(platform: Platform, workload: str) -> Iterator[Cell]:
     for subject in CHAINS:
-        strict = (*TRACED, *SCORING) if subject == "train_vs_rollout" else TRACED
+        strict = (*ROLLOUT, *SCORING) if subject == "train_vs_rollout" else ROLLOUT
         for name in INTERMEDIATES:
             names = tuple(f"layers.{i}.{name}" for i in range(CHAIN_MODEL[platform].layers)) if name in LAYER_INTERMEDIATES else (name,)
             yield Cell(platform, "chain", subject, workload, name, strict=strict, names=names, facts=CHAIN_FACTS)
@@ -99,7 +92,7 @@ def _layouts(platform: Platform) -> Iterator[Cell]:
     """What no update is needed for: the same samples in other layouts, and the gradients of one sample with and without neighbours."""
     workload, everything = CHAIN_WORKLOAD[platform], trace_names(CHAIN_MODEL[platform].layers)
     for layout in LAYOUTS:
-        yield Cell(platform, "chain", "rollout_layouts", workload, layout, strict=TRACED, names=everything, facts=CHAIN_FACTS)
+        yield Cell(platform, "chain", "rollout_layouts", workload, layout, strict=ROLLOUT, names=everything, facts=CHAIN_FACTS)
     for layout in LAYOUTS:
         yield Cell(platform, "chain", "train_layouts", workload, layout, strict=SCORING, names=everything, facts=CHAIN_FACTS)
     learning, gradients = (*SCORING, *LEARNING), gradient_names(CHAIN_MODEL[platform])
@@ -115,7 +108,7 @@ def gradient_names(model: ModelShape) -> tuple[str, ...]:
 
 def _integration(platform: Platform) -> Iterator[Cell]:
     for row in SAMPLING_ROWS:
-        workload, strict = f"{WORKLOAD[platform]}-{row.name}", (*ROLLOUT[platform], *SCORING, *LEARNING)
+        workload, strict = f"{WORKLOAD[platform]}-{row.name}", (*ROLLOUT, *SCORING, *LEARNING)
         for judgment in ("logprob", "publication"):
             names = tuple(f"update {step}: {judgment}" for step in range(1, row.updates + 1))
             yield Cell(platform, "integration", "RR", workload, judgment, strict=strict, names=names, facts=UPDATE_FACTS)
@@ -138,7 +131,7 @@ def _ablations(platform: Platform) -> Iterator[Cell]:
             WORKLOAD[platform],
             "logprob",
             expect="equal" if arm.must_be_zero else "different",
-            strict=(*(SCORING if train == "R" else ()), *(ROLLOUT[platform] if rollout == "R" else ())),
+            strict=(*(SCORING if train == "R" else ()), *(ROLLOUT if rollout == "R" else ())),
             native=(*(("train",) if train == "P" else ()), *(("rollout",) if rollout == "P" else ())),
             facts=(*ENGINES, "tokens_compared"),
             unsupported="" if uniform else "no engine here mixes native and rlk operators inside one model",
