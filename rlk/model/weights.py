@@ -52,13 +52,15 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 
 def model_hash(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 (hex) over the sorted lines "name tensor_hash": the identity of a model, whatever files hold it.
+    """SHA-256 (hex) over the sorted lines "name tensor_hash": the identity of a model, whatever files hold it."""
+    lines = "".join(f"{name} {found}\n" for name, found in sorted(tensor_hashes(tensors).items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
-    Tensors are asked for and hashed in a few threads, so a mapping may make each when it is asked.
-    """
+
+def tensor_hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """:func:`tensor_hash` of every tensor, asked for and hashed in a few threads, so that a mapping may make each when it is asked."""
     with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
-        hashes = pool.map(lambda name: f"{name} {tensor_hash(tensors[name])}\n", sorted(tensors))
-        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+        return dict(zip(tensors, pool.map(lambda name: tensor_hash(tensors[name]), tensors)))
 
 
 def _host_pieces(raw: torch.Tensor) -> Iterator[torch.Tensor]:

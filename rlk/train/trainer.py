@@ -18,9 +18,9 @@ from rlk.contract.topology import Topology
 from rlk.contract.update import MAX_GRAD_NORM, AdamParams, GrpoParams
 from rlk.kernels.rope import table_hash
 from rlk.model import shards
-from rlk.model.layout import pack_weights, unpack_weights
+from rlk.model.layout import Unpacked, pack_weights
 from rlk.model.trace import Trace
-from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hash
+from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hashes
 from rlk.parallel.rendezvous import Transport
 from rlk.train import parameters, process, readback, state
 from rlk.train.batch import MicroBatch, Sample, micro_batches
@@ -183,7 +183,7 @@ class MegatronTrainer:
             norm, scale = self.optimizer.update(lr)
             self._traffic = link.traffic.rows()
             gradients = shards.whole(self.optimizer.gradients, self.parallel.tp)
-            hashes = json.loads(link.lead(lambda: json.dumps({name: tensor_hash(gradient) for name, gradient in gradients.items()})))
+            hashes = json.loads(link.lead(lambda: json.dumps(tensor_hashes(gradients))))
             self._model_hash = self._hash()
         return StepMetrics(
             **vars(summary),
@@ -236,10 +236,10 @@ class MegatronTrainer:
         if self._model_hash != held["model_hash"]:
             raise state.StateError(f"{directory}: the restored weights hash to {self._model_hash}, not {held['model_hash']}: save it again")
 
-    def hf_tensors(self) -> dict[str, torch.Tensor]:
-        """The whole weights that the model computes with, by HF name."""
+    def hf_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The whole weights that the model computes with, by HF name; each is made when it is asked for."""
         held = {name: parameter.detach() for name, parameter in self.model.parameters.items()}
-        return unpack_weights(self.model.to_packed(held), self.config, self.numerics)
+        return Unpacked(self.model.to_packed(held), self.config, self.numerics)
 
     def readback(self) -> dict[str, Any]:
         """JSON values read from what is built and has run: classes, versions, kernels, hashes of the weights and the rope table."""
