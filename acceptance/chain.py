@@ -95,7 +95,7 @@ def on_cpu(cluster: Cluster, checkpoint: CheckpointFacts, scratch: Path) -> Chai
 
 
 def on_card(cluster: Cluster, checkpoint: CheckpointFacts, vocabulary: int, scratch: Path) -> Chain:
-    """The full depth of a large model: first vLLM, then the trainer in its place."""
+    """The full depth of a large model: first vLLM, then the trainer in its place; nothing else is on the card."""
     generator = torch.Generator().manual_seed(SEED)
     shapes = [*((WS1.prompt, n - WS1.prompt) for n in WS1.lengths), (LONG_PROMPT, LONG_TOKENS)]
     requests = [
@@ -104,6 +104,7 @@ def on_card(cluster: Cluster, checkpoint: CheckpointFacts, vocabulary: int, scra
     ]
     positions = [kept_positions(n + tokens) for n, tokens in shapes]
     order = [*WS1.permutation, len(shapes) - 1][::-1]
+    cluster.stop()
     rollout = cluster.rollout("strict")
     try:
         _, served = rollout.call("open", checkpoint.path, 2 * LONG_PROMPT)
@@ -116,7 +117,7 @@ def on_card(cluster: Cluster, checkpoint: CheckpointFacts, vocabulary: int, scra
                 passes[name].update(load_file(file))
         engines = {"rollout": rollout.call("readback")}
     finally:
-        cluster.stop(rollout)
+        cluster.stop()
     job = {
         "checkpoint": str(checkpoint.path), "device": cluster.device, "positions": positions, "permutation": order,
         "requests": [asdict(r) for r in requests], "responses": [asdict(r) for r in responses],

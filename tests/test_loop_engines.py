@@ -212,6 +212,13 @@ def test_a_killed_engine_ends_the_run_with_its_name(runs: Runs) -> None:
     assert len((plan.directory / "metrics.jsonl").read_text().splitlines()) == 1
 
 
+def test_stopped_engines_are_gone_and_start_anew(cluster: Cluster) -> None:
+    before = [remote.call("pid") for remote in (cluster.train("strict"), cluster.rollout("native"))]
+    cluster.stop()
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert cluster.train("strict").call("pid") not in before
+
+
 def edit_json(name: str, change: Callable[[dict[str, Any]], None], line: int | None = None) -> Callable[[Path], None]:
     def tamper(run: Path) -> None:
         lines = (run / name).read_text().splitlines() if line is not None else [(run / name).read_text()]

@@ -4,6 +4,7 @@
 
 Each arm is an engine in a process of its own; all stay on the card and only one computes at a time, so that arms alternate within a round.
 All do the same work: fresh random prompts, temperature 0.7, top-p 0.95, no early end, and the logprob of every sampled token is returned.
+What only rlk returns, the ids that top-p retained for each token, is timed apart.
 A run of the strict arm first proves its bytes: a batch of 16 against each of its rows alone. Where they differ, no time is shown.
 """
 
@@ -26,6 +27,7 @@ ARMS: dict[str, tuple[str, dict[str, str]]] = {
     "rlk strict": ("strict", {}),
 }
 """Arm -> mode of the engine, variables of its process."""
+WITH_IDS = "rlk strict, retained ids returned"
 KV_BYTES = 12 << 30
 CONTEXT = 4096
 ANSWER = "rlk-benchmark:"
@@ -99,11 +101,11 @@ def serve(checkpoint: Path, mode: Any) -> None:
         draw = lambda: tuple(torch.randint(0, engine.config.vocab_size, (prompt,), generator=generator).tolist())
         return [Request(i, draw(), SamplingParams(0.7, 0.95, max_tokens=response, seed=seed * 1000 + i)) for i in range(batch)]
 
-    def timed(batch: int, prompt: int, response: int, seed: int) -> dict[str, float]:
+    def timed(batch: int, prompt: int, response: int, seed: int, supports: bool = False) -> dict[str, float]:
         asked = requests(batch, prompt, response, seed)
         torch.cuda.synchronize()
         began = time.perf_counter()
-        answers = engine.generate(asked)
+        answers = engine.generate(asked, supports=supports)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         return {"seconds": seconds, "tokens": sum(len(a.token_ids) for a in answers)}
@@ -124,7 +126,7 @@ def serve(checkpoint: Path, mode: Any) -> None:
         """(kernel, launches, milliseconds) on the card of one generation, longest first."""
         asked = requests(batch, prompt, response, 99)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            engine.generate(asked)
+            engine.generate(asked, supports=False)
             torch.cuda.synchronize()
         rows = [(event.key, event.count, event.self_device_time_total / 1000) for event in profile.key_averages()]
         return sorted(rows, key=lambda row: -row[2])[:25]
@@ -163,6 +165,8 @@ def measure(checkpoint: Path) -> dict[str, Any]:
                 for arm in arms if number % 2 == 0 else reversed(arms):
                     ran = arm.ask(do="timed", batch=row.batch, prompt=row.prompt, response=row.response, seed=10 + number)
                     speeds[arm.name].append(ran["tokens"] / ran["seconds"])
+            ran = strict.ask(do="timed", batch=row.batch, prompt=row.prompt, response=row.response, seed=9, supports=True)
+            speeds[WITH_IDS] = [ran["tokens"] / ran["seconds"]]
             result["rows"][row.name] = speeds
         for arm in (arms[0], strict):
             result["profile"][arm.name] = {str(batch): arm.ask(do="profiled", batch=batch, prompt=256, response=32) for batch in (1, 128)}
@@ -176,7 +180,7 @@ def measure(checkpoint: Path) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Median tokens per second and spread of every row, as Markdown."""
-    names = list(result["arms"])
+    names = [*result["arms"], WITH_IDS]
     lines = [f"| tokens/s | {' | '.join(names)} | strict of vLLM |", "|---" * (len(names) + 2) + "|"]
     for row, speeds in result["rows"].items():
         medians = {name: statistics.median(values) for name, values in speeds.items()}
@@ -184,7 +188,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {row} | {' | '.join(cells)} | {medians['rlk strict'] / medians['vllm']:.2f} |")
     starts = [f"{arm['start_s']:.0f}" for arm in result["arms"].values()]
     peaks = [f"{arm['memory']['peak_reserved'] / (1 << 30):.1f}" for arm in result["arms"].values()]
-    lines += [f"| start, s | {' | '.join(starts)} | |", f"| peak memory, GiB | {' | '.join(peaks)} | |"]
+    lines += [f"| start, s | {' | '.join(starts)} | | |", f"| peak memory, GiB | {' | '.join(peaks)} | | |"]
     return "\n".join(lines)
 
 

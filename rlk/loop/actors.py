@@ -62,7 +62,15 @@ def _plain_errors(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
     return wrapped
 
 
-class RolloutActor:
+class _Process:
+    """An actor's process."""
+
+    def pid(self) -> int:
+        """Its number on this host."""
+        return os.getpid()
+
+
+class RolloutActor(_Process):
     """A vLLM engine that serves one run after another: every run starts from its checkpoint under a new weight version."""
 
     def __init__(self, mode: Mode, device: Device, numerics: Numerics, tp: int = 1) -> None:
@@ -123,7 +131,7 @@ class RolloutActor:
         return self._engine
 
 
-class TrainActor:
+class TrainActor(_Process):
     """A Megatron trainer, built anew for every run; it is never given a rollout's logprobs."""
 
     def __init__(self, mode: Mode, device: Device, numerics: Numerics, port: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -79,7 +80,7 @@ class Remote:
 class Cluster:
     """Context manager. At most one actor per side, mode and rollout TP; runs that follow each other use the same ones.
 
-    device: what every engine computes on; on "cuda" all of them share the first card, so that :meth:`stop` frees what one holds there.
+    device: what every engine computes on; on "cuda" all of them share the first card, and :meth:`stop` frees what they hold there.
     ray_address: HOST:PORT of a running cluster on this host, which is left running; None starts one that listens on loopback only, without
     dashboard, and is stopped at the end. port: trainer rendezvous, 0 for a free one. timeout_s: longest wait for any answer.
     """
@@ -124,7 +125,6 @@ class Cluster:
 
         for remote in self._actors.values():
             ray.kill(remote.actor)
-        self._actors.clear()
         ray.shutdown()
 
     def rollout(self, mode: Mode, tp: int = 1) -> Remote:
@@ -135,12 +135,19 @@ class Cluster:
         """The trainer of a mode (methods of ``TrainActor``)."""
         return self._actor("train", mode, 1, TrainActor, mode, self.device, self.numerics, self.port)
 
-    def stop(self, remote: Remote) -> None:
-        """End one engine's process; the next one of its kind starts anew."""
+    def stop(self) -> None:
+        """End every engine's process and wait until it is gone; engines that are asked for afterwards start anew."""
         import ray
 
-        ray.kill(remote.actor)
-        self._actors = {key: held for key, held in self._actors.items() if held is not remote}
+        processes = []
+        for remote in self._actors.values():
+            with suppress(EngineFault, EngineLost, psutil.NoSuchProcess):
+                processes.append(psutil.Process(remote.call("pid")))
+            ray.kill(remote.actor)
+        self._actors.clear()
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        if alive:
+            raise ClusterError(f"processes {[process.pid for process in alive]} outlive their engines: end them")
 
     def _actor(self, side: Side, mode: Mode, tp: int, kind: type, *arguments: Any) -> Remote:
         import ray
