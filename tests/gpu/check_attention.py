@@ -281,7 +281,7 @@ def layouts(report: Report) -> None:
 
 
 def repetitions(report: Report) -> None:
-    b, count = make(1500), 200
+    b, count = make(1500), 1000
     pages = Pages(b, 16)
     report.repeats("forward repeated", count, lambda: (forward(b, (1100, 400)),))
     report.repeats("backward repeated", count, lambda: gradients(b, (1100, 400)))
