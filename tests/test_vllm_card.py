@@ -17,7 +17,7 @@ from rlk.model.config import Qwen3Config
 from rlk.rollout.sampling import sample_rows
 from rlk.rollout.vllm.attention_cuda import CudaAttentionBackend, CudaMetadataBuilder
 from rlk.rollout.vllm.sampler_cuda import DeviceStrictSampler
-from rlk.rollout.vllm.settings import KEY, EngineRefusal
+from rlk.rollout.vllm.settings import KEY, EngineRefusal, additional_config
 from rlk.rollout.vllm.worker_cuda import CountedGraph
 
 CONFIG = Qwen3Config(
@@ -28,7 +28,7 @@ WIDTH = CONFIG.padded_vocab(DEFAULT)
 
 
 def builder() -> CudaMetadataBuilder:
-    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8), additional_config=additional_config(DEFAULT))
     spec: Any = None
     return CudaMetadataBuilder(spec, [], config, torch.device("cpu"))
 

@@ -131,7 +131,7 @@ def add_rms_norm(x: torch.Tensor, y: torch.Tensor, gamma: torch.Tensor, eps: flo
     each = max(1, 1024 // block)
     SOURCE.launch(
         _add_norm, (triton.cdiv(rows, each),), x, y, gamma, total, normed, rows, eps, op="rms_norm",
-        warps=min(8, max(1, each * block // 512)), WIDTH=width, ROWS=each, BLOCK=block,
+        warps=min(16, max(1, each * block // 2048)), WIDTH=width, ROWS=each, BLOCK=block,
     )  # fmt: skip
     return total, normed
 

@@ -9,7 +9,7 @@ the card and raised by :meth:`DeviceSampler.check`, once per generation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,11 +75,15 @@ class DeviceSampler:
         self._device_rows = torch.zeros(size, dtype=torch.uint8, device=device)
         self._host = deque((torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda"), Reached(device)) for _ in range(COPIES))
         self._failed = torch.zeros(3, dtype=torch.int64, device=device)
+        self._params: Sequence[SamplingParams] = ()
+        self._words = np.zeros((FIELDS, max_rows), dtype=np.int64)
+        self._kinds = {"by_count": False, "by_weight": False}
 
     def stage(self, params: Sequence[SamplingParams], positions: Sequence[int]) -> Staged:
         """Send the parameters of a step's rows to the card. positions: index of the token in each row's response.
 
-        The host waits only for the copy of four steps ago. Raises ValueError for more than max_rows rows or other counts of positions.
+        The same tuple of params as in the step before is not looked at again. The host waits only for the copy of four steps ago.
+        Raises ValueError for more than max_rows rows or other counts of positions.
         """
         count = len(params)
         if count > self.max_rows or count != len(positions):
@@ -87,19 +91,23 @@ class DeviceSampler:
         host, sent = self._host[0]
         self._host.rotate(-1)
         sent.wait()
-        words = host.view(torch.int64).numpy().reshape(FIELDS, self.max_rows)
+        if params is not self._params or not isinstance(params, tuple):
+            self._describe(params)
+        self._words[3, :count] = positions
+        host.view(torch.int64).numpy()[:] = self._words.reshape(-1)
+        self._device_rows.copy_(host, non_blocking=True)
+        sent.mark()
+        return Staged(self._rows(count), **self._kinds)
+
+    def _describe(self, params: Sequence[SamplingParams]) -> None:
+        count, words = len(params), self._words
         words[0, :count] = [fixed_point(p.top_p) for p in params]
         words[1, :count] = [0 if p.greedy else p.top_k for p in params]
         words[2, :count] = [p.seed for p in params]
-        words[3, :count] = positions
         words[4].view(np.float32)[:count] = [p.scoring_temperature for p in params]
-        self._device_rows.copy_(host, non_blocking=True)
-        sent.mark()
-        return Staged(
-            self._rows(count),
-            by_count=any(p.truncates and p.top_k > 0 for p in params),
-            by_weight=any(p.truncates and p.top_p < 1 for p in params),
-        )
+        self._kinds["by_count"] = any(p.truncates and p.top_k > 0 for p in params)
+        self._kinds["by_weight"] = any(p.truncates and p.top_p < 1 for p in params)
+        self._params = params
 
     def _rows(self, count: int) -> Rows:
         words = self._device_rows.view(torch.int64).view(FIELDS, self.max_rows)
@@ -139,11 +147,12 @@ class SupportLog:
         self._width, self._vocab, self._block_rows = padded_vocab // 8, vocab_size, block_rows
         self._blocks: list[torch.Tensor] = []
         self._used, self._places = 0, dict[Hashable, int]()
+        self._unlisted: list[tuple[int, Sequence[Hashable | None]]] = []
         self._arrived = Reached(device)
 
     def clear(self) -> None:
         """Forget every support; the memory is kept."""
-        self._used, self._places = 0, {}
+        self._used, self._places, self._unlisted = 0, {}, []
 
     def put(self, support: torch.Tensor, tags: Sequence[Hashable | None]) -> None:
         """Bring the rows of ``support`` to the host, not waiting for it; a row with tag None is forgotten."""
@@ -158,11 +167,18 @@ class SupportLog:
         self._blocks[block][at : at + count].copy_(support, non_blocking=True)
         self._arrived.mark()
         self._used = block * self._block_rows + at + count
-        first = self._used - count
-        self._places.update({tag: first + i for i, tag in enumerate(tags) if tag is not None})
+        self._unlisted.append((self._used - count, tags))
+
+    def tags(self) -> Collection[Hashable]:
+        """Every tag that has a row, in the order of :meth:`put`."""
+        for first, tags in self._unlisted:
+            self._places.update({tag: first + i for i, tag in enumerate(tags) if tag is not None})
+        self._unlisted = []
+        return self._places.keys()
 
     def bits(self, tag: Hashable) -> NDArray[np.uint8]:
         """[padded_vocab/8] uint8 of one row; waits for it. Raises KeyError for an unknown tag."""
+        self.tags()
         block, at = divmod(self._places[tag], self._block_rows)
         self._arrived.wait()
         row: NDArray[np.uint8] = self._blocks[block][at].numpy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ class StrictSampler(nn.Module):
         self.recorder = StepRecorder(runner, lambda request: int(self.extra(request)["sample_id"]))
         self.partial_rows = 0
         self.runner = runner
+        self._ranks = torch.zeros(0, dtype=torch.int64)
 
     def clear(self) -> None:
         """Forget what earlier requests retained."""
@@ -62,8 +62,9 @@ class StrictSampler(nn.Module):
         unfinished = self.runner.discard_request_mask.np[: logits.shape[0]].astype(bool)
         self.partial_rows += int(unfinished.sum())
         ids, logprobs = self.draw(logits, unfinished)
-        ranks = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-        return SamplerOutput(ids[:, None], LogprobsTensors(ids[:, None].clone(), logprobs[:, None], ranks))
+        if self._ranks.shape[0] < len(ids) or self._ranks.device != ids.device:
+            self._ranks = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        return SamplerOutput(ids[:, None], LogprobsTensors(ids[:, None], logprobs[:, None], self._ranks[: len(ids)]))
 
     def extra(self, request: str) -> dict[str, Any]:
         """Sample id and sampling parameters of a request. EngineRefusal without them."""
@@ -72,10 +73,6 @@ class StrictSampler(nn.Module):
             raise EngineRefusal(f"request {request} carries no {KEY!r} sampling parameters: send requests through VllmEngine.generate")
         carried: dict[str, Any] = extra[KEY]
         return carried
-
-    def positions(self, requests: Sequence[str]) -> list[int]:
-        """Index in its response of the token that each request draws now."""
-        return [len(self.runner.requests[request].output_token_ids) for request in requests]
 
 
 class HostSampler(StrictSampler):
@@ -102,7 +99,8 @@ class HostSampler(StrictSampler):
 
     def _draw(self, logits: torch.Tensor, rows: list[int], ids: torch.Tensor, logprobs: torch.Tensor) -> None:
         requests = [self.runner.input_batch.req_ids[row] for row in rows]
-        extras, positions = [self.extra(request) for request in requests], self.positions(requests)
+        extras = [self.extra(request) for request in requests]
+        positions = [len(self.runner.requests[request].output_token_ids) for request in requests]
         drawn = sample_rows(
             logits[rows],
             [SamplingParams(**extra["sampling"]) for extra in extras],

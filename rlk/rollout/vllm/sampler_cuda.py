@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -13,6 +14,16 @@ from rlk.contract.sampling import SamplingParams
 from rlk.model.config import Qwen3Config
 from rlk.rollout.sampling_device import DeviceSampler, SupportLog
 from rlk.rollout.vllm.sampler import StrictSampler
+
+
+class Batch(NamedTuple):
+    """Requests of a step, in the order of its rows, and what does not change from token to token."""
+
+    requests: list[str]
+    states: list[Any]
+    samples: tuple[int, ...]
+    params: tuple[SamplingParams, ...]
+    truncating: NDArray[np.bool_]
 
 
 class DeviceStrictSampler(StrictSampler):
@@ -26,40 +37,48 @@ class DeviceStrictSampler(StrictSampler):
         padded = config.padded_vocab(numerics)
         self._sampler = DeviceSampler(max_rows, config.vocab_size, padded, numerics, runner.device)
         self._log = SupportLog(config.vocab_size, padded, runner.device)
-        self._known: dict[str, tuple[int, SamplingParams]] = {}
-        self._drawn: dict[int, int] = {}
+        self._batch: Batch | None = None
 
     def clear(self) -> None:
         self._log.clear()
-        self._known, self._drawn = {}, {}
+        self._batch = None
 
     def check(self) -> None:
         self._sampler.check()
 
     def retained(self) -> list[list[Any]]:
-        return [[sample, [list(self._log.ids((sample, at))) for at in range(count)]] for sample, count in self._drawn.items()]
+        counts: dict[int, int] = {}
+        for sample, position in cast(Collection[tuple[int, int]], self._log.tags()):
+            counts[sample] = max(counts.get(sample, 0), position + 1)
+        return [[sample, [list(self._log.ids((sample, at))) for at in range(count)]] for sample, count in counts.items()]
 
     def draw(self, logits: torch.Tensor, unfinished: NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
         requests = self.runner.input_batch.req_ids
         if not requests:  # vLLM warms its sampler up before there is any request
-            params, positions = [SamplingParams(temperature=0.5, top_p=0.9)] * len(logits), [0] * len(logits)
-        else:
-            known = [self._asked(request) for request in requests]
-            params, positions = [asked for _, asked in known], self.positions(requests)
-        drawn = self._sampler.sample(logits, self._sampler.stage(params, positions))
-        if requests:
-            self.recorder.put_last_rows("logp", drawn.logprobs)
-            if drawn.support is not None:
-                tags = [
-                    (sample, at) if asked.truncates and not skip else None
-                    for (sample, asked), at, skip in zip(known, positions, unfinished.tolist(), strict=True)
-                ]
-                self._log.put(drawn.support, tags)
-                self._drawn.update({tag[0]: tag[1] + 1 for tag in tags if tag is not None})
+            params = (SamplingParams(temperature=0.5, top_p=0.9),) * len(logits)
+            drawn = self._sampler.sample(logits, self._sampler.stage(params, [0] * len(logits)))
+            return drawn.ids.to(torch.int32), drawn.logprobs
+        batch = self._batch
+        if batch is None or batch.requests != requests:
+            batch = self._batch = self._look_at(requests)
+        positions = [len(state.output_token_ids) for state in batch.states]
+        drawn = self._sampler.sample(logits, self._sampler.stage(batch.params, positions))
+        self.recorder.put_last_rows("logp", drawn.logprobs)
+        if drawn.support is not None:
+            kept = batch.truncating & ~unfinished
+            tags: list[tuple[int, int] | None] = list(zip(batch.samples, positions, strict=True))
+            for row in np.flatnonzero(~kept).tolist():
+                tags[row] = None
+            self._log.put(drawn.support, tags)
         return drawn.ids.to(torch.int32), drawn.logprobs
 
-    def _asked(self, request: str) -> tuple[int, SamplingParams]:
-        if request not in self._known:
-            extra = self.extra(request)
-            self._known[request] = int(extra["sample_id"]), SamplingParams(**extra["sampling"])
-        return self._known[request]
+    def _look_at(self, requests: Sequence[str]) -> Batch:
+        extras = [self.extra(request) for request in requests]
+        params = tuple(SamplingParams(**extra["sampling"]) for extra in extras)
+        return Batch(
+            requests=list(requests),
+            states=[self.runner.requests[request] for request in requests],
+            samples=tuple(int(extra["sample_id"]) for extra in extras),
+            params=params,
+            truncating=np.array([asked.truncates for asked in params]),
+        )
