@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from rlk.contract.topology import token_leaves
-from rlk.kernels.attention import reference
+from rlk.kernels.attention import reference, triton_forward
 from rlk.kernels.attention import triton as attention
 from rlk.kernels.attention.triton import Tiles
 from rlk.kernels.batch_invariant_logp import triton as fused
@@ -61,22 +61,29 @@ def attend(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int, tile: 
     _owned(name, (q, k, v, d_out, lse2, attention.run_delta(out, d_out)), out, grads, lengths, scale, tile, split)
 
 
+def pages(k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values in shuffled pages of 16, every other slot NaN; the page table, whose other entries are outside the cache."""
+    counts = [-(-n // 16) for n in lengths]
+    cache = torch.full((sum(counts) + 2, k.shape[1], 16, 2 * k.shape[2]), float("nan")).bfloat16()
+    table = torch.full((len(lengths), max(counts) + 1), 10**9, dtype=torch.int32)
+    free, first = torch.randperm(len(cache)).tolist(), 0
+    for s, n in enumerate(lengths):
+        table[s, : counts[s]] = torch.tensor([free.pop() for _ in range(counts[s])], dtype=torch.int32)
+        for p in range(n):
+            cache[table[s, p // 16], :, p % 16] = torch.cat((k[first + p], v[first + p]), dim=-1)
+        first += n
+    return cache, table
+
+
 def _pages(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lengths: tuple[int, ...], scale: float, tile: int,
     split: int,
 ) -> None:  # fmt: skip
     """The last rows of every sequence over pages of 16, everything that they do not see NaN or out of range."""
-    counts = [-(-n // 16) for n in lengths]
-    cache = torch.full((sum(counts) + 2, k.shape[1], 16, 2 * k.shape[2]), float("nan")).bfloat16()
-    table = torch.full((len(lengths), max(counts) + 1), 10**9, dtype=torch.int32)
-    free = torch.randperm(len(cache)).tolist()
-    first, picked, taken = 0, [], [min(n, 5) for n in lengths]
-    for s, n in enumerate(lengths):
-        table[s, : counts[s]] = torch.tensor([free.pop() for _ in range(counts[s])], dtype=torch.int32)
-        for p in range(n):
-            cache[table[s, p // 16], :, p % 16] = torch.cat((k[first + p], v[first + p]), dim=-1)
-        picked += range(first + n - taken[s], first + n)
-        first += n
+    taken = [min(n, 5) for n in lengths]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    picked = [end - count + i for end, count in zip(ends, taken, strict=True) for i in range(count)]
+    cache, table = pages(k, v, lengths)
     starts = torch.tensor([0, *taken]).cumsum(0)
     got = attention.run_paged(q[picked], cache, table, starts, torch.tensor(lengths), scale, tile, split)
     same(f"pages, {name}", got, out[picked], 1e-3)
@@ -87,6 +94,20 @@ def _pages(
     broken[int(starts[longest]) : int(starts[longest + 1])] = True
     assert bool(got[broken].isnan().all()), f"{name}: a visible page outside the cache must give NaN"
     same(f"a page outside the cache, {name}", got[~broken], out[picked][~broken], 1e-3)
+
+
+def decode(lengths: tuple[int, ...], taken: tuple[int, ...], heads: int, kv_heads: int, dim: int, tile: int, split: int) -> None:
+    """At most as many rows as sequences, some of which have none and some several; splits in one program, in several, and in too many."""
+    rows, cu, scale = sum(lengths), torch.tensor([0, *lengths]).cumsum(0), dim**-0.5
+    q, k, v = (bf16(rows, h, dim) for h in (heads, kv_heads, kv_heads))
+    out, _ = attention.run_attention(q, k, v, cu, scale, tile, split)
+    picked: list[int] = [int(cu[s + 1]) - taken[s] + i for s in range(len(lengths)) for i in range(taken[s])]
+    cache, table = pages(k, v, lengths)
+    keys = attention.paged(cache, table, torch.tensor(lengths))
+    segments = attention.Segments(torch.tensor([0, *taken]).cumsum(0), len(lengths), triton_forward.PAGED.value)
+    for programs in (1, 2, 5):
+        got = attention.run_decode(q[picked], keys, segments, scale, tile, split, programs=programs)
+        same(f"decode by {programs}, {tile}/{split}", got, out[picked], 1e-3)
 
 
 def _owned(
@@ -157,6 +178,8 @@ if __name__ == "__main__":
     interpreter.InterpreterBuilder.create_dot = _dot
     attend((1, 19, 0, 40), 3, 1, 16, 16, 32)
     attend((26, 3), 2, 2, 24, 48, 0)
+    decode((1, 19, 5, 140), (1, 1, 0, 1), 3, 1, 16, 16, 32)
+    decode((1, 19, 60, 40, 3), (0, 0, 2, 1, 1), 2, 2, 24, 48, 0)
     fused.ROWS = 4
     score(150, 256, 4, 32, 24)
     print("every index and mask is right")

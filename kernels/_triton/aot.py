@@ -23,6 +23,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from rlk.kernels._triton.launch import HERE, Launch, recorded
@@ -72,7 +73,8 @@ def launches(operator: str, target: str) -> list[Launch]:
 def compile_launch(launch: Launch, target: str) -> Compiled:
     """Compile one launch for ``target``."""
     options, signature, constants, attributes, names = _specialised(launch, TARGETS[target])
-    source = triton.compiler.ASTSource(launch.kernel, signature, constants, attributes)
+    source_of = GluonASTSource if launch.kernel.is_gluon() else triton.compiler.ASTSource
+    source = source_of(launch.kernel, signature, constants, attributes)
     kernel = triton.compile(source, target=TARGETS[target], options=options)
     text = kernel.asm["ptx"] if target.startswith("cuda") else kernel.asm["amdgcn"]
     registers, spills = _nvidia_usage(kernel.asm["cubin"]) if target.startswith("cuda") else _amd_usage(text)
@@ -80,7 +82,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         operator=launch.operator, kernel=launch.kernel.__name__, target=target, constants=names,
         warps=kernel.metadata.num_warps, stages=launch.options["num_stages"], registers=registers, spills=spills,
         shared=kernel.metadata.shared, matrix=tuple(sorted(set(_MATRIX.findall(text)))),
-        multiplies="tt.dot" in kernel.asm["ttir"], text=text,
+        multiplies=any(product in kernel.asm["ttgir"] for product in ("tt.dot", "warp_group_dot")), text=text,
     )  # fmt: skip
 
 

@@ -16,7 +16,9 @@ from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.launch import platform, processors
 from rlk.kernels.attention import cpu
 from rlk.kernels.attention.triton_backward import attention_delta, attention_key_gradient, attention_query_gradient
+from rlk.kernels.attention.triton_decode import attention_decode
 from rlk.kernels.attention.triton_forward import OWNED, PAGED, WHOLE, attention_forward, attention_join
+from rlk.kernels.attention.triton_hopper import attention_forward_hopper
 from rlk.kernels.checked import check_once
 
 SOURCE = TritonSource("attention")
@@ -31,6 +33,12 @@ class Tiles(NamedTuple):
     n: int
     warps: int
     stages: int
+
+
+def decode_tiles(kv_tile: int, dim: int) -> Tiles:
+    """For steps of one row a sequence: the query heads of a KV head fill part of one matrix instruction."""
+    deep = platform() == "cuda" and kv_tile * dim <= 64 * 128
+    return Tiles(16, kv_tile, 4, 3 if deep else 2 if platform() == "cuda" else 1)
 
 
 def forward_tiles(states: int, kv_tile: int, dim: int) -> Tiles:
@@ -100,13 +108,31 @@ def packed(k: torch.Tensor, v: torch.Tensor) -> Keys:
     return Keys(k, v, k.shape[1], (k.stride(0), k.stride(1), v.stride(0), v.stride(1), 0), k.shape[0])
 
 
+def paged(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> Keys:
+    """Of a cache [blocks, Hk, page, 2·D] as in paged_attention."""
+    pages, heads, page, width = kv_cache.shape
+    page_stride, head_stride, slot_stride, _ = kv_cache.stride()
+    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    strides = (slot_stride, head_stride, slot_stride, head_stride, page_stride)
+    k, v = kv_cache.split(width // 2, dim=3)
+    return Keys(k, v, heads, strides, table.shape[1] * page, seq_lens.contiguous(), table, pages, page)
+
+
+def hopper_stages(group: int, dim: int, kv_tile: int, device: torch.device) -> int:
+    """Pairs of tiles of keys and values that a Hopper program keeps in shared memory; 0: attention_forward_hopper does not run this."""
+    if platform() != "cuda" or dim != 128 or kv_tile not in (64, 128) or 128 % group:
+        return 0
+    return 256 // kv_tile if device.type == "meta" or torch.cuda.get_device_capability(device) == (9, 0) else 0
+
+
 def run_forward(
     op: str, q: torch.Tensor, keys: Keys, segments: Segments, scale: float, kv_tile: int, kv_split: int, lse: bool,
     tiles: Tiles | None = None, programs: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [T, Hq, D] and lse2 [T, Hq] (left unwritten unless ``lse``). tiles, programs: None for the choice by shape.
+    """out [T, Hq, D] and lse2 [T, Hq] (left unwritten unless ``lse`` or a Hopper card's own kernel runs).
 
-    programs: how many programs share the splits of a block of rows; one joins them itself.
+    tiles, programs: None for the choice by shape; tiles asks for the kernel that every card runs. programs: how many share the splits of a
+    block of rows; one joins them itself.
     """
     (rows, heads, dim), q = q.shape, _heads(q)
     _require_size(op, kv_tile, dim)
@@ -114,7 +140,16 @@ def run_forward(
     if not rows:
         return out, lse2
     group = heads // keys.heads
-    tiles = tiles or forward_tiles(triton.cdiv(rows, segments.number) * group, kv_tile, dim)
+    states = triton.cdiv(rows, segments.number) * group
+    stages = hopper_stages(group, dim, kv_tile, q.device) if segments.kind != PAGED.value and tiles is None and states > 64 else 0
+    if stages:
+        SOURCE.launch(
+            attention_forward_hopper, (rows // (128 // group) + segments.number, keys.heads),
+            q, keys.k, keys.v, out, lse2, segments.table, segments.number, rows, scale * math.log2(math.e), q.stride(0), q.stride(1),
+            *keys.strides[:4], op=op, GROUP=group, KV_TILE=kv_tile, KV_SPLIT=kv_split, STAGES=stages, KIND=segments.kind, maxnreg=168,
+        )  # fmt: skip
+        return out, lse2
+    tiles = tiles or forward_tiles(states, kv_tile, dim)
     block_m = max(tiles.m, triton.next_power_of_2(group))
     blocks = rows // (block_m // group) + segments.number
     splits = triton.cdiv(keys.longest, kv_split) if kv_split else 1
@@ -143,35 +178,105 @@ def run_forward(
     return out, lse2
 
 
+ARRIVALS = 1 << 14  # rows times KV heads of a step whose splits several programs share
+_arrivals: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def arrivals(device: torch.device) -> torch.Tensor:
+    """Zeros [ARRIVALS] int32 that a launch finds and leaves as zeros: one tensor for each stream, and one for all graphs of a device.
+
+    Graphs of one device must therefore not replay at the same time. A captured call needs one call of any attention over pages before it.
+    """
+    if device.type != "cuda":
+        return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
+    captured = torch.cuda.is_current_stream_capturing()
+    key = (device, -1 if captured else torch.cuda.current_stream(device).cuda_stream)
+    found = _arrivals.get(key)
+    if found is None:
+        if captured:
+            raise RuntimeError("paged_attention: call it once before a graph is captured, so that its counters exist outside the graph")
+        for name in (key, (device, -1)):
+            _arrivals.setdefault(name, torch.zeros(ARRIVALS, dtype=torch.int32, device=device))
+        found = _arrivals[key]
+    return found
+
+
+def run_decode(
+    q: torch.Tensor, keys: Keys, segments: Segments, scale: float, kv_tile: int, kv_split: int, tiles: Tiles | None = None,
+    programs: int | None = None, registers: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """out [T, Hq, D] of a step over pages with at most as many rows as sequences.
+
+    programs: how many share the splits of a sequence and KV head; one joins them itself.
+    """
+    (rows, heads, dim), q = q.shape, _heads(q)
+    _require_size("attention.paged", kv_tile, dim)
+    out = q.new_empty((rows, heads, dim))
+    if not rows:
+        return out
+    assert keys.lengths is not None
+    assert keys.table is not None
+    group, splits = heads // keys.heads, triton.cdiv(keys.longest, kv_split) if kv_split else 1
+    tiles = tiles or decode_tiles(kv_tile, dim)
+    if programs is None:
+        programs = triton.cdiv(4 * processors(q.device), segments.number * keys.heads)
+    programs = min(programs, splits)
+    states = rows * heads * splits
+    fold = programs == 1 or states * dim > WORKSPACE or rows * keys.heads > ARRIVALS
+    part, arrived = (out, out) if fold else (q.new_empty(states * (dim + 2), dtype=torch.float32), arrivals(q.device))
+    SOURCE.launch(
+        attention_decode, (segments.number, keys.heads, 1 if fold else programs),
+        q, keys.k, keys.v, out, part, arrived, segments.table, keys.lengths, keys.table, rows, scale * math.log2(math.e), q.stride(0),
+        q.stride(1), *keys.strides, keys.table.stride(0), keys.longest, keys.pages, splits,
+        op="attention.paged", warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim,
+        BLOCK_M=max(tiles.m, triton.next_power_of_2(group)), BLOCK_D=max(16, triton.next_power_of_2(dim)), KV_TILE=kv_tile,
+        KV_SPLIT=kv_split, PAGE=keys.page, FOLD=fold, **({"maxnreg": registers} if registers else {}),
+    )  # fmt: skip
+    return out
+
+
 def run_delta(out: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    out, d_out = _heads(out), _heads(d_out)
-    rows, heads, dim = out.shape
-    sums = out.new_empty((rows, heads), dtype=torch.float32)
-    if rows:
-        SOURCE.launch(
-            attention_delta, (triton.cdiv(sums.numel(), 32),), out, d_out, sums, sums.numel(), out.stride(0), out.stride(1),
-            d_out.stride(0), d_out.stride(1), op="attention.delta", HEADS=heads, DIM=dim, BLOCK_M=32,
-            BLOCK_D=triton.next_power_of_2(dim),
-        )  # fmt: skip
+    sums = out.new_empty(out.shape[:2], dtype=torch.float32)
+    _delta(out, d_out, sums, sums, sums)
     return sums
+
+
+def run_sums(out: torch.Tensor, d_out: torch.Tensor, lse2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """lse2 and delta [T, Hq], the values of one head contiguous, as the loops over queries read them."""
+    copy, sums = (x.t() for x in out.new_empty((2, *reversed(out.shape[:2])), dtype=torch.float32).unbind())
+    _delta(out, d_out, lse2.contiguous(), sums, copy)
+    return copy, sums
+
+
+def _delta(out: torch.Tensor, d_out: torch.Tensor, lse2: torch.Tensor, sums: torch.Tensor, copy: torch.Tensor) -> None:
+    out, d_out = _heads(out), _heads(d_out)
+    _, heads, dim = out.shape
+    if sums.numel():
+        SOURCE.launch(
+            attention_delta, (triton.cdiv(sums.numel(), 32),), out, d_out, lse2, sums, copy, sums.numel(), out.stride(0), out.stride(1),
+            d_out.stride(0), d_out.stride(1), sums.stride(0), sums.stride(1), op="attention.delta", HEADS=heads, DIM=dim, BLOCK_M=32,
+            BLOCK_D=triton.next_power_of_2(dim), COPY=copy is not sums,
+        )  # fmt: skip
 
 
 def _backward(
     kernel: object, outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles,
-    step: int,
+    step: int, **constants: bool,
 ) -> None:  # fmt: skip
     """inputs: q, k, v, d_out, lse2, delta. step: rows of the outputs that one program owns."""
     q, k, v, d_out = (_heads(x) for x in inputs[:4])
-    lse2, sums = (x.contiguous() for x in inputs[4:])
+    lse2, sums = inputs[4:]
+    if lse2.stride() != sums.stride():
+        lse2, sums = lse2.contiguous(), sums.contiguous()
     rows, dim, group = outputs[0].shape[0], q.shape[2], q.shape[1] // k.shape[1]
     _require_size("attention.backward", 16, dim)
     if not rows:
         return
     SOURCE.launch(
         kernel, (rows // step + segments.number, k.shape[1]), q, k, v, d_out, lse2, sums, *outputs, segments.table, segments.number, rows,
-        scale * math.log2(math.e), scale, *(stride for x in (q, k, v, d_out) for stride in x.stride()[:2]), op="attention.backward",
-        warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)), KIND=segments.kind,
+        scale * math.log2(math.e), scale, *(stride for x in (q, k, v, d_out, sums) for stride in x.stride()[:2]),
+        op="attention.backward", warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)), KIND=segments.kind, **constants,
     )  # fmt: skip
 
 
@@ -183,10 +288,12 @@ def run_query_gradient(inputs: tuple[torch.Tensor, ...], segments: Segments, sca
     return dq
 
 
-def run_key_gradient(inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles | None = None) -> cpu.Pair:
+def run_key_gradient(
+    inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles | None = None, flat: bool = True
+) -> cpu.Pair:
     q, k = inputs[:2]
     dk, dv, tiles = k.new_empty(k.shape), k.new_empty(k.shape), tiles or key_gradient_tiles(q.shape[2])
-    _backward(attention_key_gradient, (dk, dv), inputs, segments, scale, tiles, tiles.n)
+    _backward(attention_key_gradient, (dk, dv), inputs, segments, scale, tiles, tiles.n, FLAT=flat)
     return dk, dv
 
 
@@ -234,7 +341,7 @@ def run_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse2: torch.Tensor, d_out: torch.Tensor,
     cu_seqlens: torch.Tensor, scale: float,
 ) -> cpu.Triple:  # fmt: skip
-    inputs, segments = (q, k, v, d_out, lse2, run_delta(out, d_out)), whole(cu_seqlens)
+    inputs, segments = (q, k, v, d_out, *run_sums(out, d_out, lse2)), whole(cu_seqlens)
     return run_query_gradient(inputs, segments, scale), *run_key_gradient(inputs, segments, scale)
 
 
@@ -243,22 +350,25 @@ def run_paged(
     q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     scale: float, kv_tile: int, kv_split: int,
 ) -> torch.Tensor:  # fmt: skip
-    pages, kv_heads, page, _ = kv_cache.shape
-    k, v = kv_cache[..., : q.shape[2]], kv_cache[..., q.shape[2] :]
-    page_stride, head_stride, slot_stride, _ = kv_cache.stride()
-    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    strides = (slot_stride, head_stride, slot_stride, head_stride, page_stride)
-    keys = Keys(k, v, kv_heads, strides, table.shape[1] * page, seq_lens.contiguous(), table, pages, page)
+    keys = paged(kv_cache, block_table, seq_lens)
     segments = Segments(query_start_loc.contiguous(), len(seq_lens), PAGED.value)
+    if q.shape[0] <= segments.number:
+        return run_decode(q, keys, segments, scale, kv_tile, kv_split)
     return run_forward("attention.paged", q, keys, segments, scale, kv_tile, kv_split, False)[0]
 
 
 def examples() -> None:
-    """Calls for the ahead-of-time harness: the heads of Qwen3-8B; prefill and its gradients, and a decode step over pages."""
+    """Calls for the ahead-of-time harness: the heads of Qwen3-8B; prefill and its gradients, smaller heads, and steps over pages."""
     with torch.device("meta"):
         make = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype)
-        q, k, offsets = make(4096, 32, 128), make(4096, 8, 128), make(3, dtype=torch.int64)
-        out, lse2 = run_attention(q, k, k, offsets, 128**-0.5, 64, 1024)
-        run_backward(q, k, k, out, lse2, q, offsets, 128**-0.5)
-        cache, table = make(1024, 8, 16, 256), make(2, 512, dtype=torch.int32)
-        run_paged(make(2, 32, 128), cache, table, offsets, offsets[:2], 128**-0.5, 64, 1024)
+        offsets = lambda count: make(count, dtype=torch.int64)
+        q, k = make(4096, 32, 128), make(4096, 8, 128)
+        for tile in (64, 128):
+            out, lse2 = run_attention(q, k, k, offsets(3), 128**-0.5, tile, 1024)
+        run_backward(q, k, k, out, lse2, q, offsets(3), 128**-0.5)
+        run_attention(q[..., :64], k[..., :64], k[..., :64], offsets(3), 64**-0.5, 64, 1024)
+        cache, table = make(1024, 8, 16, 256), make(64, 512, dtype=torch.int32)
+        for sequences in (2, 64):
+            run_paged(q[:sequences], cache, table[:sequences], offsets(sequences + 1), offsets(sequences), 128**-0.5, 64, 1024)
+        for rows in (16, 1024):
+            run_paged(q[:rows], cache, table[:2], offsets(3), offsets(2), 128**-0.5, 64, 1024)

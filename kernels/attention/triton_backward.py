@@ -7,22 +7,28 @@ import triton
 import triton.language as tl
 
 from rlk.kernels._triton.numerics import exp2, row_tree, with_quiet_nan
-from rlk.kernels.attention.triton_forward import describe, find_block
+from rlk.kernels.attention.triton_forward import MINUS_INFINITY, describe, find_block
 
 
 @triton.jit(do_not_specialize=["rows"])
 def attention_delta(
-    out, d_out, delta, rows, out_row_stride, out_head_stride, d_out_row_stride, d_out_head_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, d_out, lse2, delta, copy, rows, out_row_stride, out_head_stride, d_out_row_stride, d_out_head_stride, sum_row_stride,
+    sum_head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """delta [rows] = Σ dO·O over DIM by row tree, one per (query row, head). Grid: (blocks of rows,)."""
+    """delta = Σ dO·O over DIM by row tree, one per (query row, head); rows counts both. Grid: (blocks of rows,).
+
+    COPY: also copy lse2 [query rows, HEADS] to where its heads are apart, as those of delta.
+    """
     r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = (r < rows)[:, None] & (d < DIM)[None, :]
     row, head = r // HEADS, r % HEADS
     o = tl.load(out + (row * out_row_stride + head * out_head_stride)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     do = tl.load(d_out + (row * d_out_row_stride + head * d_out_head_stride)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(delta + r, row_tree(o * do), mask=r < rows)
+    at = row * sum_row_stride + head * sum_head_stride
+    tl.store(delta + at, row_tree(o * do), mask=r < rows)
+    if COPY:
+        tl.store(copy + at, tl.load(lse2 + r, mask=r < rows), mask=r < rows)
 
 
 @triton.jit
@@ -52,10 +58,10 @@ def add_keys(
             keys = tl.load(k_at)
             values = tl.load(v_at)
         t = tl.dot(queries, tl.trans(keys)) * c
+        if MASKED:
+            t = tl.where(key[None, :] <= positions[:, None], t, MINUS_INFINITY)
         dp = tl.dot(d_outs, tl.trans(values))
         _, ds = slopes(t, dp, lse2[:, None], delta[:, None])
-        if MASKED:
-            ds = tl.where(key[None, :] <= positions[:, None], ds, 0.0)
         dq = tl.dot(ds.to(tl.bfloat16), keys, dq)
     return dq
 
@@ -63,7 +69,7 @@ def add_keys(
 @triton.jit(do_not_specialize=["count", "tokens"])
 def attention_query_gradient(
     q, k, v, d_out, lse2, delta, dq, segments, count, tokens, c, scale, q_row_stride, q_head_stride, k_row_stride, k_head_stride,
-    v_row_stride, v_head_stride, d_out_row_stride, d_out_head_stride,
+    v_row_stride, v_head_stride, d_out_row_stride, d_out_head_stride, sum_row_stride, sum_head_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """dq [rows, heads, DIM] of one block of positions of one segment and one KV head. Grid: (blocks, KV heads)."""
@@ -85,8 +91,9 @@ def attention_query_gradient(
     inside = real[:, None] & (d < DIM)[None, :]
     queries = tl.load(q + (at * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
     d_outs = tl.load(d_out + (at * d_out_row_stride + head * d_out_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
-    row_lse2 = tl.load(lse2 + at * heads + head, mask=real, other=0.0)
-    row_delta = tl.load(delta + at * heads + head, mask=real, other=0.0)
+    sums_at = at * sum_row_stride + head * sum_head_stride
+    row_lse2 = tl.load(lse2 + sums_at, mask=real, other=0.0)
+    row_delta = tl.load(delta + sums_at, mask=real, other=0.0)
     k += kv_head * k_head_stride + other.to(tl.int64) * k_row_stride
     v += kv_head * v_head_stride + other.to(tl.int64) * v_row_stride
     end = position + tl.minimum(offset + STEP, rows)
@@ -103,30 +110,33 @@ def attention_query_gradient(
 
 @triton.jit
 def add_queries(
-    dk, dv, keys, values, key, low, high, q, d_out, lse2, delta, q_row_stride, d_out_row_stride, heads, c,
-    DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, keys, values, key, low, high, members, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride, d_out_head_stride,
+    sum_row_stride, sum_head_stride, c, DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv continued over the queries low … high-1 of one head. MASKED: some query does not see some key.
+    """dk and dv continued over the queries low … high-1 of ``members`` heads, one head after the other.
 
-    Queries beyond the last are rows of +0 whose lse2 and delta are 0: P = 1, dO = 0 and dS = 0 add nothing.
+    MASKED: some query does not see some key. Queries beyond the last are rows of +0 whose lse2 and delta are 0: P = 1, dO = 0 and dS = 0
+    add nothing.
     """
     BLOCK_D: tl.constexpr = keys.shape[1]
     d = tl.arange(0, BLOCK_D)
-    for start in range(low, high, BLOCK_M):
-        query = start + tl.arange(0, BLOCK_M)
+    blocks = tl.cdiv(high - low, BLOCK_M)
+    for i in range(members * blocks):  # one loop over both, so that the first loads of a head do not wait for the last product before it
+        member = i // blocks
+        query = low + (i - member * blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
         there = query < high
         live = there[:, None] & (d < DIM)[None, :]
-        queries = tl.load(q + (query.to(tl.int64) * q_row_stride)[:, None] + d[None, :], mask=live, other=0.0)
-        d_outs = tl.load(d_out + (query.to(tl.int64) * d_out_row_stride)[:, None] + d[None, :], mask=live, other=0.0)
-        row_lse2 = tl.load(lse2 + query.to(tl.int64) * heads, mask=there, other=0.0)
-        row_delta = tl.load(delta + query.to(tl.int64) * heads, mask=there, other=0.0)
+        row = query.to(tl.int64)
+        queries = tl.load(q + member * q_head_stride + (row * q_row_stride)[:, None] + d[None, :], mask=live, other=0.0)
+        d_outs = tl.load(d_out + member * d_out_head_stride + (row * d_out_row_stride)[:, None] + d[None, :], mask=live, other=0.0)
+        sums_at = member * sum_head_stride + row * sum_row_stride
+        row_lse2 = tl.load(lse2 + sums_at, mask=there, other=0.0)
+        row_delta = tl.load(delta + sums_at, mask=there, other=0.0)
         t = tl.dot(keys, tl.trans(queries)) * c
+        if MASKED:
+            t = tl.where(key[:, None] <= query[None, :], t, MINUS_INFINITY)
         dp = tl.dot(values, tl.trans(d_outs))
         p, ds = slopes(t, dp, row_lse2[None, :], row_delta[None, :])
-        if MASKED:
-            sees = key[:, None] <= query[None, :]
-            p = tl.where(sees, p, 0.0)
-            ds = tl.where(sees, ds, 0.0)
         dv = tl.dot(p.to(tl.bfloat16), d_outs, dv)
         dk = tl.dot(ds.to(tl.bfloat16), queries, dk)
     return dk, dv
@@ -135,8 +145,9 @@ def add_queries(
 @triton.jit(do_not_specialize=["count", "tokens"])
 def attention_key_gradient(
     q, k, v, d_out, lse2, delta, dk, dv, segments, count, tokens, c, scale, q_row_stride, q_head_stride, k_row_stride, k_head_stride,
-    v_row_stride, v_head_stride, d_out_row_stride, d_out_head_stride,
+    v_row_stride, v_head_stride, d_out_row_stride, d_out_head_stride, sum_row_stride, sum_head_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [rows, KV heads, DIM] of one block of keys of one segment and one KV head. Grid: (blocks, KV heads).
 
@@ -145,7 +156,6 @@ def attention_key_gradient(
     """
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
-    heads = kv_heads * GROUP
     segment, offset = find_block(segments, count, tl.program_id(0), KIND, BLOCK_N)
     row, rows, position, other, length = describe(segments, segments, tokens, segment, KIND)
     if offset >= rows:
@@ -159,24 +169,33 @@ def attention_key_gradient(
     keys = tl.load(k + (at * k_row_stride + kv_head * k_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
     values = tl.load(v + (at * v_row_stride + kv_head * v_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
     first = (position + offset) // 16 * 16
-    clear = (position + offset + BLOCK_N - 1 - first + BLOCK_M - 1) // BLOCK_M * BLOCK_M + first  # from here on queries see every key
-    middle = tl.minimum(clear, length)
     sum_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     sum_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        q_head = q + head * q_head_stride + other.to(tl.int64) * q_row_stride
-        d_out_head = d_out + head * d_out_head_stride + other.to(tl.int64) * d_out_row_stride
-        lse2_head = lse2 + other.to(tl.int64) * heads + head
-        delta_head = delta + other.to(tl.int64) * heads + head
+    q += kv_head * GROUP * q_head_stride + other.to(tl.int64) * q_row_stride
+    d_out += kv_head * GROUP * d_out_head_stride + other.to(tl.int64) * d_out_row_stride
+    lse2 += kv_head * GROUP * sum_head_stride + other.to(tl.int64) * sum_row_stride
+    delta += kv_head * GROUP * sum_head_stride + other.to(tl.int64) * sum_row_stride
+    if FLAT:
         sum_k, sum_v = add_queries(
-            sum_k, sum_v, keys, values, key, first, middle, q_head, d_out_head, lse2_head, delta_head, q_row_stride, d_out_row_stride,
-            heads, c, DIM, BLOCK_M, True,
+            sum_k, sum_v, keys, values, key, first, length, GROUP, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride,
+            d_out_head_stride, sum_row_stride, sum_head_stride, c, DIM, BLOCK_M, True,
         )  # fmt: skip
-        sum_k, sum_v = add_queries(
-            sum_k, sum_v, keys, values, key, middle, length, q_head, d_out_head, lse2_head, delta_head, q_row_stride, d_out_row_stride,
-            heads, c, DIM, BLOCK_M, False,
-        )  # fmt: skip
+    else:
+        clear = (position + offset + BLOCK_N - 1 - first + BLOCK_M - 1) // BLOCK_M * BLOCK_M + first  # from here on queries see every key
+        middle = tl.minimum(clear, length)
+        for _ in range(GROUP):
+            sum_k, sum_v = add_queries(
+                sum_k, sum_v, keys, values, key, first, middle, 1, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride,
+                d_out_head_stride, sum_row_stride, sum_head_stride, c, DIM, BLOCK_M, True,
+            )  # fmt: skip
+            sum_k, sum_v = add_queries(
+                sum_k, sum_v, keys, values, key, middle, length, 1, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride,
+                d_out_head_stride, sum_row_stride, sum_head_stride, c, DIM, BLOCK_M, False,
+            )  # fmt: skip
+            q += q_head_stride
+            d_out += d_out_head_stride
+            lse2 += sum_head_stride
+            delta += sum_head_stride
     result = (at * kv_heads + kv_head)[:, None] * DIM + d[None, :]
     tl.store(dk + result, with_quiet_nan(sum_k * scale, tl.bfloat16), mask=inside)
     tl.store(dv + result, with_quiet_nan(sum_v, tl.bfloat16), mask=inside)

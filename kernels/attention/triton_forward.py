@@ -82,6 +82,12 @@ def finish(s, o):
 
 
 @triton.jit
+def pages_of(table, key, high, PAGE: tl.constexpr):
+    """Page of each key below high."""
+    return tl.load(table + key // PAGE, mask=key < high, other=0)
+
+
+@triton.jit
 def attend(
     q, m, s, o, bad, positions, low, high, k, v, k_row_stride, v_row_stride, page_stride, table, page_limit, c,
     DIM: tl.constexpr, KV_TILE: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr,
@@ -94,11 +100,12 @@ def attend(
     BLOCK_D: tl.constexpr = q.shape[1]
     d = tl.arange(0, BLOCK_D)
     ones = tl.full([BLOCK_N, 16], 1.0, tl.bfloat16)
+    if KIND == PAGED:
+        page = pages_of(table, low + tl.arange(0, BLOCK_N), high, PAGE)
     for start in range(low, high, KV_TILE):
         key = start + tl.arange(0, BLOCK_N)
         if KIND == PAGED:
-            # A tile that every row sees whole has a page for every key.
-            page = tl.load(table + key // PAGE, mask=key < high, other=0) if MASKED else tl.load(table + key // PAGE)
+            ahead = pages_of(table, key + KV_TILE, high, PAGE)  # so that a tile's loads do not wait for their addresses
             known = (page >= 0) & (page < page_limit)
             bad += (known == 0).to(tl.int32)
             place = tl.where(known, page, 0).to(tl.int64) * page_stride
@@ -125,6 +132,8 @@ def attend(
         s = tl.dot(p, ones, s * alpha[:, None])
         o = tl.dot(p, values, o * alpha[:, None])
         m = top
+        if KIND == PAGED:
+            page = ahead
     return m, s, o, bad
 
 
