@@ -120,6 +120,12 @@ def test_a_card_takes_one_rank_and_its_own_worker(tmp_path: Path) -> None:
         require_supported(config)
 
 
+def test_vllms_own_batch_invariant_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(EngineRefusal, match="VLLM_BATCH_INVARIANT"):
+        require_supported(supported(tmp_path))
+
+
 def test_default_graphs_reach_exactly_to_the_largest_step() -> None:
     assert default_cudagraph_sizes(1) == [1]
     assert default_cudagraph_sizes(10) == [1, 2, 4, 8, 10]

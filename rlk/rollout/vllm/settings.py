@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
         "a KV transfer connector": vllm_config.kv_transfer_config is not None,
         "custom logits processors": bool(model.logits_processors),
         f"attention backend {chosen}": chosen is not None,
+        "VLLM_BATCH_INVARIANT, which replaces operators of torch,": os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0",
         "asynchronous scheduling on the CPU": device == "cpu" and bool(vllm_config.scheduler_config.async_scheduling),
         f"{tp} tensor parallel ranks on {device}": device != "cpu" and tp > 1,
         f"compilation mode {int(compilation.mode or 0)}": bool(compilation.mode),

@@ -1,0 +1,144 @@
+"""vLLM's strict engine on a card, two layers of Qwen3-8B at full width: graphs on and off, captured sizes, fills, chunks, reloads.
+
+    OUT=. PYTHONPATH=. python tests/gpu/check_vllm.py [section ...]
+
+Writes $OUT/check_vllm.json and exits 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import Report, main
+
+from rlk.contract.records import Request, Response
+from rlk.contract.sampling import SamplingParams
+from rlk.kernels import serving
+from rlk.kernels.rope import rope_table
+from rlk.kernels.serving import cpu as composed
+from rlk.loop.synthetic import prepare_synthetic
+from rlk.model.weights import load_checkpoint, save_checkpoint
+from rlk.rollout.vllm.engine import VllmEngine
+
+SIZES = [1, 2, 4, 8, 16, 32]
+BUDGET = 64
+TOKENS = 24
+CARD = torch.device("cuda")
+
+
+def requests(count: int, length: int = 4, tokens: int = TOKENS, start: int = 0, **sampling: Any) -> list[Request]:
+    """``count`` requests whose prompts differ; every other one truncates unless ``sampling`` says otherwise."""
+    made = []
+    for i in range(start, start + count):
+        given = {"seed": i, **({"temperature": 0.7, "top_p": 0.9, "top_k": 50} if i % 2 else {}), **sampling}
+        prompt = tuple((7 * k + 1013 * i + k * k) % 151936 for k in range(length))
+        made.append(Request(i, prompt, SamplingParams(max_tokens=tokens, **given)))
+    return made
+
+
+def plain(response: Response) -> tuple[Any, ...]:
+    return response.token_ids, struct.pack(f"{len(response.logprobs)}f", *response.logprobs), response.support
+
+
+def differing(left: list[Response], right: list[Response]) -> int:
+    return sum(plain(a) != plain(b) for a, b in zip(left, right, strict=True))
+
+
+def replays(engine: VllmEngine) -> dict[int, int]:
+    return {graph["rows"]: graph["replays"] for graph in engine.readback()["cudagraphs"]}
+
+
+def steps(report: Report) -> None:
+    """The fused steps give the bytes of their operators, and write no other slot."""
+    torch.manual_seed(0)
+    for group, heads, dim, width in ((4, 8, 128, 4096), (2, 8, 32, 256), (1, 2, 64, 192)):
+        for tokens in (1, 5, 64, 300):
+            case, per_token = f"{group} {heads} {dim} {tokens}", heads * (group + 2) * dim
+            qkv = torch.randn(tokens, per_token + 64, device=CARD).bfloat16()[:, :per_token]
+            q_gamma, k_gamma = torch.randn(2, dim, device=CARD).bfloat16()
+            positions, table = torch.randint(0, 4000, (tokens,), device=CARD), rope_table(dim, 1e6, 4096).to(CARD)
+            slots = torch.randperm(1024, device=CARD)[:tokens]
+            slots[::3] = -1
+            caches = [torch.full((64, heads, 16, 2 * dim), 7.0, device=CARD, dtype=torch.bfloat16) for _ in range(2)]
+            fused = serving.rotate_into_cache(qkv, q_gamma, k_gamma, 1e-6, positions, table, caches[0], slots)
+            alone = composed.rotate_into_cache(qkv, q_gamma, k_gamma, 1e-6, positions, table, caches[1], slots)
+            report.same("rotate: queries", case, fused, alone)
+            report.same("rotate: cache", case, caches[0], caches[1])
+            key, beyond = torch.randn(tokens, heads, dim, device=CARD).bfloat16(), torch.randperm(1224, device=CARD)[:tokens] - 100
+            serving.store_kv(key, -key, caches[0], beyond)
+            composed.store_kv(key, -key, caches[1], beyond)
+            report.same("store: cache", case, caches[0], caches[1])
+            x, y = torch.randn(2, tokens, width, device=CARD).bfloat16()
+            gamma = torch.randn(width, device=CARD).bfloat16()
+            for name, a, b in zip(("sum", "norm"), serving.add_rms_norm(x, y, gamma, 1e-6), composed.add_rms_norm(x, y, gamma, 1e-6)):
+                report.same(f"add_rms_norm: {name}", case, a, b)
+
+
+def engine(report: Report) -> None:
+    """One engine that replays graphs and one that runs eagerly, on the same weights."""
+    root = Path(tempfile.mkdtemp())
+    prepare_synthetic("qwen3-8b", root / "first", layers=2)
+    common: dict[str, Any] = {
+        "mode": "strict", "device": "cuda", "separate_process": True, "max_model_len": 1024, "max_num_batched_tokens": BUDGET,
+        "max_num_seqs": 40, "kv_cache_bytes": 1 << 30, "stop_token_ids": (),
+    }  # fmt: skip
+    graphs = VllmEngine(root / "first", cudagraph_sizes=SIZES, **common)
+    eager = VllmEngine(root / "first", enforce_eager=True, **common)
+    found = graphs.readback()
+    report.holds("captured sizes", list(replays(graphs)) == SIZES and found["cudagraph_mode"] == "FULL_DECODE_ONLY")
+    report.holds("an eager engine captures nothing", eager.readback()["cudagraphs"] == [])
+    report.holds("decode is uniform", found["async_scheduling"] is True, runner=found["runner"])
+
+    before = replays(graphs)
+    sixteen = graphs.generate(requests(16))
+    after = replays(graphs)
+    moved = {size: after[size] - before[size] for size in SIZES if after[size] != before[size]}
+    report.holds("a batch of exactly a captured size replays its graph", moved == {16: TOKENS - 1}, moved=moved)
+    nine = graphs.generate(requests(9))
+    report.holds("nine live rows after sixteen", differing(nine, sixteen[:9]) == 0)
+
+    for count in (1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 40):
+        asked = requests(count, start=100)
+        wrong = differing(graphs.generate(asked), eager.generate(asked))
+        report.holds("graphs on and off", wrong == 0, count=count, wrong=wrong)
+
+    mixed = [r for n, start in ((1, 0), (33, 1), (100, 2), (129, 3), (300, 4), (700, 5)) for r in requests(1, length=n, start=200 + start)]
+    graphs.reset_prefix_cache()
+    together = graphs.generate(mixed)
+    report.holds("a long prompt came in chunks", graphs.readback()["partial_prefill_rows"] > 0)
+    report.holds("a warm prefix", differing(graphs.generate(mixed), together) == 0)
+    report.holds("a prefix was cached", any(r.cached_tokens for r in graphs.generate(mixed)))
+    graphs.reset_prefix_cache()
+    report.holds("alone and together", differing([graphs.generate([r])[0] for r in mixed], together) == 0)
+    report.holds("in another order", differing(graphs.generate(mixed[::-1])[::-1], together) == 0)
+
+    asked = requests(4, length=61, tokens=80, start=300, temperature=0.0, top_p=1.0, top_k=-1)
+    decoded = graphs.generate(asked)
+    for cut in (1, 2, 3, 4, 40, 67, 68, 79):
+        read = [Request(r.sample_id, (*r.prompt_ids, *r.token_ids[:cut]), SamplingParams(temperature=0.0, max_tokens=1)) for r in decoded]
+        graphs.reset_prefix_cache()
+        same = all(a.logprobs[0] == b.logprobs[cut] and a.token_ids[0] == b.token_ids[cut] for a, b in zip(graphs.generate(read), decoded))
+        report.holds("a prompt of the same tokens predicts the next one", same, cut=cut)
+
+    weights = load_checkpoint(root / "first")
+    other = {name: (t.float() * 1.02).bfloat16() if t.ndim == 2 else t for name, t in weights.tensors.items()}
+    announced = save_checkpoint(root / "second", weights.config, other)
+    for each in (graphs, eager):
+        report.holds("the reloaded hash is the announced one", each.load_weights(root / "second", 1, announced=announced) == announced)
+    changed = graphs.generate(mixed)
+    report.holds("new weights show", differing(changed, together) == len(mixed))
+    report.holds("no prefix survives a reload", not any(r.cached_tokens for r in changed))
+    report.holds("graphs serve the new weights", differing(changed, eager.generate(mixed)) == 0)
+    graphs.load_weights(root / "first", 2)
+    report.holds("the old weights again", differing(graphs.generate(mixed), together) == 0)
+    report.holds("graphs were replayed after the reload", sum(replays(graphs).values()) > sum(after.values()))
+    for each in (graphs, eager):
+        each.close()
+
+
+if __name__ == "__main__":
+    main("check_vllm", {"steps": steps, "engine": engine}, alone="steps")
