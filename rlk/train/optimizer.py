@@ -1,13 +1,15 @@
 """Adam with decoupled weight decay: one written-out fp32 formula over fp32 master weights.
 
-The formula and its scalars are stated in ``rlk.contract.update``. Here every line is an elementwise operation of torch that rounds once;
-scalars are 0-dim fp32 tensors, because torch on CUDA turns a division by a Python number into a product.
+The formula and its scalars are stated in ``rlk.contract.update``. Here every line is an elementwise operation of torch that rounds once.
+Factors and summands are Python numbers that fp32 holds exactly; divisors are fp32 tensors, because torch on CUDA turns a division by a
+number into a product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -22,13 +24,14 @@ class OptimizerError(ValueError):
     """An update or a state that breaks the contract; the message names the value or tensor."""
 
 
-def scalars(step: AdamStep, device: torch.device) -> dict[str, torch.Tensor]:
-    """The numbers of a step as 0-dim fp32 tensors on ``device``."""
-    return {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in asdict(step).items()}
+def scalars(step: AdamStep, device: torch.device) -> dict[str, Any]:
+    """The numbers of a step, the two divisors as 0-dim fp32 tensors on ``device``."""
+    divisors = {name: getattr(step, name) for name in ("correction1", "correction2")}
+    return asdict(step) | {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in divisors.items()}
 
 
 def adam(
-    master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, s: Mapping[str, torch.Tensor], decays: bool
+    master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, s: Mapping[str, Any], decays: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """New (master, m, v) from fp32 tensors of one shape and :func:`scalars`; decays: whether weight decay applies to this tensor."""
     m = s["beta1"] * m + s["one_minus_beta1"] * gradient
@@ -117,9 +120,9 @@ class Adam:
         norm = gradient_norm(gradients, self.shards, self._tp)
         scale = clip_scale(norm, self.max_norm)
         device = next(iter(gradients.values())).device
-        numbers, factor = scalars(step, device), torch.tensor(scale, dtype=torch.float32, device=device)
+        numbers = scalars(step, device)
         for name, parameter in self.parameters.items():
-            gradient = gradients[name] * factor if scale < 1 else gradients[name]
+            gradient = gradients[name] * scale if scale < 1 else gradients[name]
             state = [getattr(self, kind)[name].to(device) for kind in _KINDS]
             updated = adam(state[0], state[1], state[2], gradient, numbers, parameter.dim() == 2)
             parameter.data.copy_(updated[0])
