@@ -74,7 +74,7 @@ class Topologies:
 
     def __init__(self, checkpoint: Path, scratch: Path, platform: Platform, size: int = 8) -> None:
         self.checkpoint, self.scratch, self.job = checkpoint, scratch, JOB[platform]
-        self.pool = Pool(size, ENGINES)
+        self.pool = Pool(size, ENGINES if platform == "cpu" else ())
         self._done: dict[str, Run | Exception] = {}
 
     def reference(self) -> Run:

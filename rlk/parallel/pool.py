@@ -33,7 +33,8 @@ class Outcome:
 
 
 class Pool:
-    """``size`` workers, numbered from 0; ``preload``: modules that the server imports before it forks them.
+    """``size`` workers, numbered from 0; ``preload``: modules that the server imports before it forks them. Workers that use a card need
+    an empty one: an engine's import asks CUDA for its devices, and CUDA does not survive a fork.
 
     The server is one per process that uses pools, so only the first pool's modules are preloaded. Use as a context manager.
     """

@@ -32,7 +32,7 @@ LONG = ((1024, 1024), (1000, 1048))
 def main() -> None:
     started, failed = time.time(), []
     found: dict[str, Any] = {}
-    with Pool(2, ["rlk.train.trainer"]) as pool:
+    with Pool(2) as pool:
 
         def run(size: int, cards: int, function: str, timeout: float = 200, **job: Any) -> list[Outcome]:
             job = {"size": size, "cards": cards, "port": free_port() if size > 1 else 0, "transport": "nccl", **job}
