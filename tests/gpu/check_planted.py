@@ -27,8 +27,6 @@ from rlk.acceptance.ws1 import ws1_cells
 from rlk.contract.judgments import JUDGMENTS
 from rlk.contract.operators import Tier
 from rlk.evidence.schema import CellRecord, Status
-from rlk.kernels.attention import triton as attention_triton
-from rlk.kernels.attention import triton_forward
 from rlk.kernels.registry import declared_kernels
 from rlk.kernels.rms_norm import triton as rms_norm_triton
 
@@ -114,22 +112,10 @@ def automatic_splits(report: Report) -> None:
         expect(report, "planted: automatic splits", judged("attention", "forward_invariance"), caught=True)
 
 
-def probability_sum(report: Report) -> None:
-    """tl.sum for the ones column of attention, whose tiles follow the number of queries."""
-    fault = (
-        "        s = tl.dot(p, ones, s * alpha[:, None])\n",
-        "        s = s * alpha[:, None] + tl.sum(p.to(tl.float32), 1)[:, None]\n",
-    )
-    copy = planted_module(triton_forward, fault)
-    with replaced(attention_triton, "attention_forward", copy.attention_forward):
-        expect(report, "planted: tl.sum of probabilities", judged("attention", "forward_invariance"), caught=True)
-
-
 SECTIONS: dict[str, Callable[[Report], None]] = {
     "split-K": split_k,
     "row sum": row_sum,
     "automatic splits": automatic_splits,
-    "probability sum": probability_sum,
 }
 
 if __name__ == "__main__":
