@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from rlk.evidence.schema import Report, Status
 SCOPE = "ws1"
 
 
-def summarize(directory: Path, certificates: Path, command: str) -> dict[str, Any]:
-    """What ran, where, on which sources, and how every cell ended. Raises ValueError for a directory that does not hold together."""
+def summarize(directory: Path, certificates: Path, command: str, scopes: Collection[str] = (SCOPE,)) -> dict[str, Any]:
+    """What ran, where, on which sources, and how every cell of these scopes ended.
+
+    Raises ValueError for a directory that does not hold together.
+    """
     if problems := validate_run(directory):
         raise ValueError(f"{directory}: {problems[0]}")
     report = Report.model_validate_json((directory / "report.json").read_bytes())
     environment, gpu = report.environment, report.environment["gpus"][0]
-    records = [r for r in report.records if r.cell_id.split("/")[1] == SCOPE]
+    records = [r for r in report.records if r.cell_id.split("/")[1] in scopes]
     ended = {status: [r for r in records if r.status is status] for status in Status}
     used = {(use.op, use.backend, use.kernel_id) for record in ended[Status.PASS] for use in record.kernels}
     return {
