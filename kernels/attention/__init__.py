@@ -46,7 +46,7 @@ def attention_with_lse(
     Backend "vendor" (FlashAttention 3, CUDA only) is the family vendor-one-split: it wants kv_split = 0, does not read kv_tile, adds in
     its library's order and raises VendorNotCertified if training, prefill and decode differ in it. lse2 is there the library's natural
     log-sum-exp times fp32(log2 e), and gradients are computed from it and from the library's output in the order of :func:`attention`.
-    Values must be finite: the library multiplies what it masks inside a tile by 0.
+    Keys, values and scores must be finite: the library multiplies what it masks inside a tile by 0.
     """
     require_packed("attention", q, k, v)
     require_tiles("attention", kv_tile, kv_split)

@@ -109,9 +109,10 @@ def _require_same(problem: str, kind: str, found: Found, expected: Pair) -> None
 
 
 def _inputs(heads: int, kv_heads: int, dim: int, device: torch.device) -> Iterator[tuple[str, Inputs]]:
-    """Normal values; peaked scores and values of very different size; zeros of both signs, subnormals, and sums that overflow.
+    """Normal values; peaked scores and values of very different size; zeros of both signs, subnormals, huge scores and values.
 
-    NaN and Inf stand only where no row of the sequence looks: the library multiplies what it masks inside a tile by 0.
+    All scores and sums are finite. NaN stands only where no row of the sequence looks: the library multiplies what it masks inside a tile
+    by 0, and takes a score of −Inf for a masked one in some tiles.
     """
     random = torch.Generator(device).manual_seed(_SEED)
     rows = max(LENGTHS)
@@ -121,8 +122,8 @@ def _inputs(heads: int, kv_heads: int, dim: int, device: torch.device) -> Iterat
     sizes = torch.exp2(torch.randint(-20, 21, (rows, 1, 1), generator=random, device=device).float())
     yield "wide-ranging", Inputs((8 * q).bfloat16(), k.bfloat16(), (v * sizes).bfloat16())
     k, v = k.bfloat16(), v.bfloat16()
-    v[::3], v[1::7], v[5::11], v[6::13], v[7::13] = 0.0, -0.0, 1e-39, 3e38, -3e38
-    k[rows * 11 // 12 :, :, ::5] = 3e38
+    v[::3], v[1::7], v[5::11], v[6::13], v[7::13] = 0.0, -0.0, 1e-39, 1e30, -1e30
+    k[::4, :, 1::9], k[rows * 11 // 12 :, :, ::5] = -1e-39, 1e18
     yield "extreme", Inputs(q.bfloat16(), k, v)
 
 
