@@ -25,7 +25,7 @@ class Link:
     """One rank's side of the job. Create it on every rank at the same point.
 
     presence: finds lost ranks. transport: what carries the data of this link's groups. message_bytes: the largest message handed to it;
-    any size gives the same bytes. busy: whether a transport call of this link is under way.
+    any size gives the same bytes. busy: whether a transport call of this link is under way; lost: whether one failed.
     """
 
     def __init__(self, presence: Presence, *, transport: Transport = "gloo", message_bytes: int = 1 << 28) -> None:
@@ -33,7 +33,7 @@ class Link:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
         self.checking = True
-        self.busy = False
+        self.busy = self.lost = False
         self._seen: set[str] = set()
 
     def run(self, call: Callable[[], T], group: str, op: str, bytes_sent: int) -> T:
@@ -42,6 +42,7 @@ class Link:
         try:
             result = call()
         except RuntimeError as error:
+            self.lost = True
             symptom = str(error).splitlines()[0]
             raise PeerLostError(f"{op} on {group}: {self.presence.verdict(symptom)}") from error
         finally:

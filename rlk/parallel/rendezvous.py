@@ -88,5 +88,8 @@ def _require_own_card(store: dist.Store, rank: int, labels: Sequence[str]) -> No
 
 def leave(link: Link) -> None:
     """Leave the job; the other ranks' collectives fail from now on."""
-    dist.destroy_process_group()
+    if link.lost and link.transport == "nccl":
+        dist.distributed_c10d._abort_process_group()  # to end in order would wait for the call that nobody answers
+    else:
+        dist.destroy_process_group()
     link.presence.close()
