@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlk.acceptance.cell import Platform
+from rlk.acceptance.matrix import CHAIN_WORKLOAD, WORKLOAD
+
 
 @dataclass(frozen=True)
 class Case:
-    """One public failure. seen: where it was reported. failure: what broke. cells, tests: what owns it; missing: what it waits for."""
+    """One public failure. seen: where it was reported. failure: what broke. cells, tests: what owns it; missing: what it waits for.
+
+    A test of ``gpu/`` is a check that is run on a card by hand.
+    """
 
     number: int
     seen: str
@@ -29,19 +35,39 @@ def lookup(number: int) -> Case:
 
 
 def _ws1(operator: str, tier: str, *judgments: str) -> tuple[str, ...]:
-    return tuple(f"cpu/ws1/{operator}/{tier}-cpu/{judgment}" for judgment in judgments)
+    """The operator's cells on a CPU, and those of its Triton kernels on a card."""
+    places = ("cpu", "cpu"), ("cuda", "triton")
+    return tuple(f"{platform}/ws1/{operator}/{tier}-{backend}/{judgment}" for platform, backend in places for judgment in judgments)
+
+
+_PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")
+
+
+def _chain(chain: str, intermediate: str) -> tuple[str, ...]:
+    return tuple(f"{platform}/chain/{chain}/{CHAIN_WORKLOAD[platform]}/{intermediate}" for platform in _PLATFORMS)
+
+
+def _update(row: str, *judgments: str) -> tuple[str, ...]:
+    return tuple(f"{platform}/integration/RR/{WORKLOAD[platform]}-{row}/{judgment}" for platform in _PLATFORMS for judgment in judgments)
+
+
+def _control(fault: str) -> tuple[str, ...]:
+    return tuple(f"{platform}/control/{fault}/{WORKLOAD[platform]}/caught" for platform in _PLATFORMS)
+
+
+def _ablation(arm: str) -> tuple[str, ...]:
+    return tuple(f"{platform}/ablation/{arm}/{WORKLOAD[platform]}/logprob" for platform in _PLATFORMS)
 
 
 _FORWARD, _GRADIENT = "forward_invariance", "gradient_invariance"
-_GRAPHS = "CUDA graph capture of the rollout engine on a card"
-_UPDATES = tuple(
-    f"cpu/integration/RR/tiny-{row}/{judgment}" for row in ("full", "nucleus", "greedy") for judgment in ("logprob", "publication")
-)
+_UPDATES = tuple(cell for row in ("full", "nucleus", "greedy") for cell in _update(row, "logprob", "publication"))
+_GRAPHED = tuple(cell for cell in _UPDATES if cell.startswith("cuda") and cell.endswith("logprob"))
+"""On a card the rollout engine decodes by replaying graphs, and the trainer that it is compared with captures none."""
 
 CASES = (
     Case(
         1, "RL-Kernel#81, vime#64", "temperature applied twice or never",
-        ("cpu/integration/RR/tiny-nucleus/logprob",),
+        _update("nucleus", "logprob"),
         ("test_logp.py::test_temperature_is_applied_once", "test_megatron_score.py::test_temperature_is_applied_once"),
     ),
     Case(
@@ -53,20 +79,19 @@ CASES = (
     ),
     Case(
         3, "RL-Kernel#388", "K read where V lies, with two local KV heads",
-        ("cpu/chain/prefill_vs_decode/tiny/attention",),
+        _chain("prefill_vs_decode", "attention"),
         ("test_attention.py::test_key_and_value_planes_and_heads_of_the_cache_are_the_right_ones",),
     ),
     Case(
         4, "RL-Kernel#394", "decode differs from prefill; page-table tails hold garbage",
         (
-            *_ws1("attention", "short", _FORWARD), "cpu/chain/prefill_vs_decode/tiny/logits",
-            "cuda/ws1/attention/short-triton/forward_invariance",
+            *_ws1("attention", "short", _FORWARD), *_ws1("attention", "primary", _FORWARD), *_chain("prefill_vs_decode", "logits"),
         ),
         ("test_attention.py::test_rollout_gives_the_bytes_of_training",),
     ),
     Case(
         5, "RL-Kernel#393", "a compiled graph of one mode serves the other",
-        ("cpu/ablation/G00/tiny/logprob", "cpu/ablation/G01/tiny/logprob"),
+        (*_ablation("G00"), *_ablation("G01")),
         ("test_vllm_settings.py::test_everything_else_is_refused_by_name",),
     ),
     Case(
@@ -81,7 +106,7 @@ CASES = (
     ),
     Case(
         8, "RL-Kernel#264", "values compared where bytes were promised",
-        ("cpu/control/negative_zero/tiny/caught",),
+        _control("negative_zero"),
         ("test_evidence_bytes.py::test_every_flipped_bit_of_every_float_is_seen", "test_gate_attacks.py::test_attack[-0]"),
     ),
     Case(
@@ -116,7 +141,10 @@ CASES = (
         15, "llm_reproducibility#7", "batch-invariant, and different at another TP",
         tuple(f"cpu/ws2/rollout-tp{tp}cp1/tiny-mixed/rollout_logprob" for tp in (1, 2, 4, 8)),
     ),
-    Case(16, "SGLang#30752", "a graph that does not match runs eagerly, unnoticed", missing=_GRAPHS),
+    Case(
+        16, "SGLang#30752", "a graph that does not match runs eagerly, unnoticed",
+        tests=("test_vllm_card.py::test_replays_are_counted", "gpu/check_vllm.py::engine"),
+    ),
     Case(
         17, "slime#830", "exact zero became a small number",
         _UPDATES,
@@ -129,12 +157,12 @@ CASES = (
     ),
     Case(
         19, "miles#1345", "scored again at a fixed temperature",
-        ("cpu/integration/RR/tiny-nucleus/logprob",),
+        _update("nucleus", "logprob"),
         ("test_megatron_score.py::test_rescoring_at_the_requests_temperature_gives_the_rollout",),
     ),
     Case(
         20, "trl#6789, trl#7269", "the kept mass biases the ratio",
-        ("cpu/integration/RR/tiny-nucleus_top_k/logprob",),
+        _update("nucleus_top_k", "logprob"),
         (
             "test_logp.py::test_kept_mass_is_not_a_bias_between_two_scores_of_one_support",
             "test_megatron_score.py::test_retained_ids_renormalise",
@@ -142,12 +170,12 @@ CASES = (
     ),
     Case(
         21, "NeMo-RL#4018, SkyRL#2246, prime-rl#1650", "KV of old weights is used after an update",
-        ("cpu/control/stale_weight_version/tiny/caught", *_UPDATES[1:2]),
+        (*_control("stale_weight_version"), *_update("full", "publication")),
         ("test_vllm_engine.py::test_weight_update",),
     ),
     Case(
         22, "prime-rl#2438, NeMo-RL#4096", "fp32 logits on one side only",
-        ("cpu/chain/train_vs_rollout/tiny/logits",),
+        _chain("train_vs_rollout", "logits"),
         ("test_logp.py::test_logits_stay_fp32", "test_megatron_score.py::test_logits_stay_fp32"),
     ),
     Case(
@@ -185,19 +213,30 @@ CASES = (
     ),
     Case(
         30, "pytorch#196031", "a compiled negation drops the sign of zero",
-        ("cpu/control/negative_zero/tiny/caught",),
+        _control("negative_zero"),
         ("test_vllm_settings.py::test_everything_else_is_refused_by_name", "test_cases.py::test_negation_keeps_the_sign_of_zero"),
     ),
     Case(
         31, "vLLM#48271", "the norm's kernel changes at 256 tokens",
         (*_ws1("rms_norm", "short", _FORWARD, _GRADIENT), *_ws1("rms_norm", "primary", _FORWARD)),
     ),
-    Case(32, "vLLM#28131", "graphs change the batch's bytes", missing=_GRAPHS),
+    Case(
+        32, "vLLM#28131", "graphs change the batch's bytes",
+        _GRAPHED,
+        ("gpu/check_graphs.py::padded", "gpu/check_vllm.py::engine"),
+    ),
     Case(
         33, "Megatron-LM", "a norm's reduction depends on the number of tokens modulo 32",
         (*_ws1("rms_norm", "short", _FORWARD, _GRADIENT), *_ws1("qk_norm", "short", _FORWARD, _GRADIENT)),
     ),
-    Case(34, "flashinfer#4002", "a padded graph reads rows of an earlier batch", missing=_GRAPHS),
+    Case(
+        34, "flashinfer#4002", "a padded graph reads rows of an earlier batch",
+        tests=(
+            "test_vllm_card.py::test_every_step_of_a_size_has_the_addresses_of_its_capture",
+            "gpu/check_graphs.py::padded",
+            "gpu/check_vllm.py::engine",
+        ),
+    ),
     Case(
         35, "UniRL#208", "every sample of a group has the same seed",
         tests=("test_sampling.py::test_a_group_of_samples_differs_and_the_same_seeds_repeat_it",),
