@@ -2,8 +2,9 @@
 
     OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [number of shards [seconds]]
 
-Shards that have not ended by then are ended, and their cells are missing. Leaves in $OUT the joined run directory ``ws1``, ``ws1_h200.json`` and each shard's log, and exits 1 unless every cell is green. Needs a
-clean checkout, or a copy with its ``rlk-manifest.json``.
+Shards that have not ended by then are ended, and their cells are missing. Leaves in $OUT the joined run directory ``ws1``,
+``ws1_h200.json`` and each shard's log, and exits 1 unless every cell is green. Needs a clean checkout, or a copy with its
+``rlk-manifest.json``.
 """
 
 from __future__ import annotations
