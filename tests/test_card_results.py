@@ -71,3 +71,18 @@ def test_digests_and_the_certificates_are_well_formed(summary: dict[str, Any]) -
         assert (vendor["card"], vendor["driver"]) == (summary["card"], summary["driver"])
         assert {vendor["vendor"], *filter(None, [vendor.get("chain")])} <= set(summary["kernels"]), operator
         assert re.fullmatch(r"cuBLASLt \d{6}|FlashAttention 3 of vLLM [\d.]+", vendor["library"])
+
+
+def test_planted_operators_were_caught_by_their_own_cells() -> None:
+    record = json.loads((RESULTS / "planted_h200.json").read_text())
+    assert "H200" in record["card"]
+    faults = {name: found for name, found in record["checks"].items() if name.startswith("planted: ")}
+    controls = {found["cell"] for name, found in record["checks"].items() if name not in faults and found["status"] == "PASS"}
+    assert set(faults) == {"planted: default cuBLAS", "planted: tl.sum of a row", "planted: automatic splits"}
+    for found in faults.values():
+        assert found["ok"]
+        assert found["cell"] in REQUIRED
+        assert found["cell"] in controls
+        assert found["status"] == "FAIL"
+        assert found["differing"] > 0
+        assert "elements differ" in found["reasons"][0]
