@@ -203,7 +203,7 @@ def arrivals(device: torch.device) -> torch.Tensor:
 
 def run_decode(
     q: torch.Tensor, keys: Keys, segments: Segments, scale: float, kv_tile: int, kv_split: int, tiles: Tiles | None = None,
-    programs: int | None = None, registers: int = 0,
+    programs: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """out [T, Hq, D] of a step over pages with at most as many rows as sequences.
 
@@ -230,7 +230,7 @@ def run_decode(
         q.stride(1), *keys.strides, keys.table.stride(0), keys.longest, keys.pages, splits,
         op="attention.paged", warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim,
         BLOCK_M=max(tiles.m, triton.next_power_of_2(group)), BLOCK_D=max(16, triton.next_power_of_2(dim)), KV_TILE=kv_tile,
-        KV_SPLIT=kv_split, PAGE=keys.page, FOLD=fold, **({"maxnreg": registers} if registers else {}),
+        KV_SPLIT=kv_split, PAGE=keys.page, FOLD=fold,
     )  # fmt: skip
     return out
 
@@ -261,7 +261,7 @@ def _delta(out: torch.Tensor, d_out: torch.Tensor, lse2: torch.Tensor, sums: tor
 
 def _backward(
     kernel: object, outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles,
-    step: int, **constants: bool,
+    step: int,
 ) -> None:  # fmt: skip
     """inputs: q, k, v, d_out, lse2, delta. step: rows of the outputs that one program owns."""
     q, k, v, d_out = (_heads(x) for x in inputs[:4])
@@ -276,7 +276,7 @@ def _backward(
         kernel, (rows // step + segments.number, k.shape[1]), q, k, v, d_out, lse2, sums, *outputs, segments.table, segments.number, rows,
         scale * math.log2(math.e), scale, *(stride for x in (q, k, v, d_out, sums) for stride in x.stride()[:2]),
         op="attention.backward", warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)), KIND=segments.kind, **constants,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)), KIND=segments.kind,
     )  # fmt: skip
 
 
@@ -288,12 +288,10 @@ def run_query_gradient(inputs: tuple[torch.Tensor, ...], segments: Segments, sca
     return dq
 
 
-def run_key_gradient(
-    inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles | None = None, flat: bool = True
-) -> cpu.Pair:
+def run_key_gradient(inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles | None = None) -> cpu.Pair:
     q, k = inputs[:2]
     dk, dv, tiles = k.new_empty(k.shape), k.new_empty(k.shape), tiles or key_gradient_tiles(q.shape[2])
-    _backward(attention_key_gradient, (dk, dv), inputs, segments, scale, tiles, tiles.n, FLAT=flat)
+    _backward(attention_key_gradient, (dk, dv), inputs, segments, scale, tiles, tiles.n)
     return dk, dv
 
 
@@ -323,11 +321,9 @@ def key_gradient(
     return run_key_gradient((q, k, v, d_out, lse2, sums), owned(segments, q.device), scale)
 
 
-attention_with_lse = cpu.attention_with_lse
-paged_attention = cpu.paged_attention
+# Called as they are: an operator of torch.library around them would take the host longer than they do.
 
 
-@attention_with_lse.register_kernel("cuda")
 def run_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, kv_tile: int, kv_split: int
 ) -> cpu.Pair:
@@ -345,7 +341,30 @@ def run_backward(
     return run_query_gradient(inputs, segments, scale), *run_key_gradient(inputs, segments, scale)
 
 
-@paged_attention.register_kernel("cuda")
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, kv_tile: int, kv_split: int
+    ) -> cpu.Pair:
+        out, lse2 = run_attention(q, k, v, cu_seqlens, scale, kv_tile, kv_split)
+        ctx.mark_non_differentiable(lse2)
+        ctx.save_for_backward(q, k, v, out, lse2, cu_seqlens)
+        ctx.scale = scale
+        return out, lse2
+
+    @staticmethod
+    def backward(ctx, d_out, _):  # type: ignore[no-untyped-def]
+        q, k, v, out, lse2, cu_seqlens = ctx.saved_tensors
+        return *run_backward(q, k, v, out, lse2, d_out, cu_seqlens, ctx.scale), None, None, None, None
+
+
+def attention_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, kv_tile: int, kv_split: int
+) -> cpu.Pair:
+    out, lse2 = _Attention.apply(q, k, v, cu_seqlens, scale, kv_tile, kv_split)
+    return out, lse2
+
+
 def run_paged(
     q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor,
     scale: float, kv_tile: int, kv_split: int,
@@ -355,6 +374,9 @@ def run_paged(
     if q.shape[0] <= segments.number:
         return run_decode(q, keys, segments, scale, kv_tile, kv_split)
     return run_forward("attention.paged", q, keys, segments, scale, kv_tile, kv_split, False)[0]
+
+
+paged_attention = run_paged
 
 
 def examples() -> None:

@@ -110,18 +110,17 @@ def attention_query_gradient(
 
 @triton.jit
 def add_queries(
-    dk, dv, keys, values, key, low, high, members, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride, d_out_head_stride,
-    sum_row_stride, sum_head_stride, c, DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, keys, values, key, low, high, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride, d_out_head_stride,
+    sum_row_stride, sum_head_stride, c, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv continued over the queries low … high-1 of ``members`` heads, one head after the other.
+    """dk and dv continued over the queries low … high-1 of the heads of a group, one head after the other.
 
-    MASKED: some query does not see some key. Queries beyond the last are rows of +0 whose lse2 and delta are 0: P = 1, dO = 0 and dS = 0
-    add nothing.
+    Queries beyond the last are rows of +0 whose lse2 and delta are 0: P = 1, dO = 0 and dS = 0 add nothing.
     """
     BLOCK_D: tl.constexpr = keys.shape[1]
     d = tl.arange(0, BLOCK_D)
     blocks = tl.cdiv(high - low, BLOCK_M)
-    for i in range(members * blocks):  # one loop over both, so that the first loads of a head do not wait for the last product before it
+    for i in range(GROUP * blocks):  # one loop over both, so that the first loads of a head do not wait for the last product before it
         member = i // blocks
         query = low + (i - member * blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
         there = query < high
@@ -133,8 +132,7 @@ def add_queries(
         row_lse2 = tl.load(lse2 + sums_at, mask=there, other=0.0)
         row_delta = tl.load(delta + sums_at, mask=there, other=0.0)
         t = tl.dot(keys, tl.trans(queries)) * c
-        if MASKED:
-            t = tl.where(key[:, None] <= query[None, :], t, MINUS_INFINITY)
+        t = tl.where(key[:, None] <= query[None, :], t, MINUS_INFINITY)
         dp = tl.dot(values, tl.trans(d_outs))
         p, ds = slopes(t, dp, row_lse2[None, :], row_delta[None, :])
         dv = tl.dot(p.to(tl.bfloat16), d_outs, dv)
@@ -147,7 +145,6 @@ def attention_key_gradient(
     q, k, v, d_out, lse2, delta, dk, dv, segments, count, tokens, c, scale, q_row_stride, q_head_stride, k_row_stride, k_head_stride,
     v_row_stride, v_head_stride, d_out_row_stride, d_out_head_stride, sum_row_stride, sum_head_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
-    FLAT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [rows, KV heads, DIM] of one block of keys of one segment and one KV head. Grid: (blocks, KV heads).
 
@@ -175,27 +172,10 @@ def attention_key_gradient(
     d_out += kv_head * GROUP * d_out_head_stride + other.to(tl.int64) * d_out_row_stride
     lse2 += kv_head * GROUP * sum_head_stride + other.to(tl.int64) * sum_row_stride
     delta += kv_head * GROUP * sum_head_stride + other.to(tl.int64) * sum_row_stride
-    if FLAT:
-        sum_k, sum_v = add_queries(
-            sum_k, sum_v, keys, values, key, first, length, GROUP, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride,
-            d_out_head_stride, sum_row_stride, sum_head_stride, c, DIM, BLOCK_M, True,
-        )  # fmt: skip
-    else:
-        clear = (position + offset + BLOCK_N - 1 - first + BLOCK_M - 1) // BLOCK_M * BLOCK_M + first  # from here on queries see every key
-        middle = tl.minimum(clear, length)
-        for _ in range(GROUP):
-            sum_k, sum_v = add_queries(
-                sum_k, sum_v, keys, values, key, first, middle, 1, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride,
-                d_out_head_stride, sum_row_stride, sum_head_stride, c, DIM, BLOCK_M, True,
-            )  # fmt: skip
-            sum_k, sum_v = add_queries(
-                sum_k, sum_v, keys, values, key, middle, length, 1, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride,
-                d_out_head_stride, sum_row_stride, sum_head_stride, c, DIM, BLOCK_M, False,
-            )  # fmt: skip
-            q += q_head_stride
-            d_out += d_out_head_stride
-            lse2 += sum_head_stride
-            delta += sum_head_stride
+    sum_k, sum_v = add_queries(
+        sum_k, sum_v, keys, values, key, first, length, q, d_out, lse2, delta, q_row_stride, q_head_stride, d_out_row_stride,
+        d_out_head_stride, sum_row_stride, sum_head_stride, c, GROUP, DIM, BLOCK_M,
+    )  # fmt: skip
     result = (at * kv_heads + kv_head)[:, None] * DIM + d[None, :]
     tl.store(dk + result, with_quiet_nan(sum_k * scale, tl.bfloat16), mask=inside)
     tl.store(dv + result, with_quiet_nan(sum_v, tl.bfloat16), mask=inside)
