@@ -204,17 +204,21 @@ class Rows:
         self.top, self.total = make(rows, self.tiles, shards), make(rows, self.tiles, shards)
         self.selected = make(rows)
 
-    def add(self, logits: torch.Tensor, first: int, shard: int, shards: int, each: int | None = None, warps: int = 1) -> None:
+    def add(
+        self, logits: torch.Tensor, first: int, shard: int, shards: int, each: int | None = None, warps: int | None = None
+    ) -> None:  # fmt: skip
         """Take the states of ``shards`` shards from number ``shard`` on; logits: [rows, columns from ``first`` on] fp32.
 
-        each: tiles of one program, None for the choice by the number of rows.
+        each, warps: tiles and warps of one program, None for the choice by the number of rows: few tiles take more warps each.
         """
         rows = len(self.ids)
         if not rows:
             return
+        processor_tiles = rows * shards * self.tiles // processors(self.ids.device)
         block = triton.next_power_of_2(min(self.tile, self.shard))
         line = min(block, 128)
-        each = each or max(1, min(8, rows * shards * self.tiles // (64 * processors(self.ids.device))))
+        each = each or max(1, min(8, processor_tiles // 64))
+        warps = warps or (4 if processor_tiles < 32 else 2 if processor_tiles < 256 else 1)
         support, active, support_stride = self._masks()
         SOURCE.launch(
             _tile_states, (rows, triton.cdiv(self.tiles, each), shards),
