@@ -125,6 +125,19 @@ def test_a_step_equals_the_rows_one_by_one() -> None:
         log.bits((2, 1))
 
 
+def test_what_is_staged_follows_the_parameters() -> None:
+    """Parameters that stay, that change in one row, and fewer rows."""
+    sampler, logits = _sampler(), _logits(len(MIXED))
+    stay, other = tuple(MIXED), (*MIXED[:3], replace(MIXED[3], seed=99), *MIXED[4:])
+    for asked, first in ((stay, 0), (stay, 7), (other, 7), (other, 8), (list(stay), 7), (stay[2:4], 7), (stay[:2], 0), (stay, 3)):
+        positions = range(first, first + len(asked))
+        drawn = sampler.sample(logits[: len(asked)], sampler.stage(asked, positions))
+        expected = sample_rows(logits[: len(asked)], asked, positions, vocab_size=VOCAB, padded_vocab=PADDED, numerics=DEFAULT)
+        assert torch.equal(drawn.ids, expected.ids)
+        assert torch.equal(drawn.logprobs.view(torch.int32), expected.logprobs.view(torch.int32))
+        assert (drawn.support is None) == (not any(p.truncates for p in asked))
+
+
 def test_without_limits_there_are_no_supports() -> None:
     sampler = _sampler()
     params = [SamplingParams(seed=3), SamplingParams(temperature=0, top_k=4)]
