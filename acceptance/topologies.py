@@ -33,10 +33,10 @@ ENGINES = ("rlk.train.trainer", "rlk.rollout.paged.engine")
 REFERENCE = (1, 1)
 JOB: dict[Platform, dict[str, Any]] = {
     "cpu": {"device": "cpu", "transport": "gloo", "timeout": 60.0},
-    "cuda": {"device": "cuda", "transport": "ipc", "timeout": 120.0},
-    "rocm": {"device": "cuda", "transport": "ipc", "timeout": 120.0},
+    "cuda": {"device": "cuda", "transport": "shm", "timeout": 120.0},
+    "rocm": {"device": "cuda", "transport": "shm", "timeout": 120.0},
 }
-"""On a card all ranks share it and read its memory. The first run of a topology compiles kernels, on some ranks sooner than on others."""
+"""All ranks share one card. The first run of a topology compiles kernels, on some ranks sooner than on others."""
 
 
 def synthetic_checkpoint(path: Path, shape: ModelShape) -> Path:
@@ -73,7 +73,7 @@ class Topologies:
     """
 
     def __init__(self, checkpoint: Path, scratch: Path, platform: Platform, size: int = 8) -> None:
-        self.checkpoint, self.scratch, self.job = checkpoint, scratch, JOB[platform]
+        self.checkpoint, self.scratch, self.job, self.layouts = checkpoint, scratch, JOB[platform], LAYOUTS[platform]
         self.pool = Pool(size, ENGINES if platform == "cpu" else ())
         self._done: dict[str, Run | Exception] = {}
 
@@ -99,7 +99,7 @@ class Topologies:
             directory.mkdir()
             state = (exchange.directory if exchange else directory) / "state"
             try:
-                job = {"layouts": LAYOUTS, "updates": UPDATES, "exchange": str(state)}
+                job = {"layouts": self.layouts, "updates": UPDATES, "exchange": str(state)}
                 answers = require(self._outcomes(tp, cp, directory, job))
                 self._done[name] = Run(tp, cp, answers, directory, exchange.directory.name if exchange else name)
             except Exception as error:

@@ -16,11 +16,14 @@ import torch.distributed as dist
 from rlk.parallel.collectives import Group
 from rlk.parallel.link import Link
 from rlk.parallel.rendezvous import join, leave
+from rlk.parallel.transport import Transport
 
 
 @contextmanager
-def group(rank: int, size: int, port: int, *, agreement: str = "same", timeout: float = 60) -> Iterator[Group]:
-    link = join(rank, [f"rank {r}" for r in range(size)], port, agreement, timeout=timeout)
+def group(
+    rank: int, size: int, port: int, *, agreement: str = "same", timeout: float = 60, transport: Transport = "gloo"
+) -> Iterator[Group]:
+    link = join(rank, [f"rank {r}" for r in range(size)], port, agreement, timeout=timeout, transport=transport)
     try:
         yield Group("world", link, dist.group.WORLD)
     finally:
@@ -38,10 +41,10 @@ def parts(size: int, count: int, seed: int) -> torch.Tensor:
     return torch.randn(size, count, generator=generator) * 2.0**exponents
 
 
-def sums(rank: int, size: int, port: int, counts: Sequence[int], messages: Sequence[int]) -> dict[str, Any]:
+def sums(rank: int, size: int, port: int, counts: Sequence[int], messages: Sequence[int], transport: Transport = "gloo") -> dict[str, Any]:
     """Tree sums of vectors of several lengths, at several message sizes, as bytes."""
     found: dict[str, Any] = {}
-    with group(rank, size, port) as world:
+    with group(rank, size, port, transport=transport) as world:
         for count in counts:
             own = parts(size, count, count)[rank]
             for message in messages:
@@ -57,9 +60,9 @@ def sums(rank: int, size: int, port: int, counts: Sequence[int], messages: Seque
     return {"sums": found, "traffic": rows}
 
 
-def gathers(rank: int, size: int, port: int) -> list[Any]:
+def gathers(rank: int, size: int, port: int, transport: Transport = "gloo") -> list[Any]:
     """Tensors of every kind in one call: dtypes, a scalar, an empty one, a transposed view, −0 and NaN."""
-    with group(rank, size, port) as world:
+    with group(rank, size, port, transport=transport) as world:
         sent = [
             torch.full((3,), rank, dtype=torch.uint8), torch.tensor(float(rank)), torch.zeros(0, 4),
             torch.arange(6).reshape(2, 3).t() + rank, torch.tensor([-0.0, float("nan"), 1.5 + rank]).bfloat16(),
@@ -125,9 +128,9 @@ def first_use(rank: int, size: int, port: int) -> list[int]:
         return [*counts, _checks(world.link)]
 
 
-def lost(rank: int, size: int, port: int, loser: int, way: str, timeout: float) -> dict[str, Any]:
+def lost(rank: int, size: int, port: int, loser: int, way: str, timeout: float, transport: Transport = "gloo") -> dict[str, Any]:
     """One rank is lost between two sums; the others' error and the seconds that it took."""
-    with group(rank, size, port, timeout=timeout) as world:
+    with group(rank, size, port, timeout=timeout, transport=transport) as world:
         world.tree_all_reduce(torch.ones(4))
         if rank == loser and way == "killed":
             os.kill(os.getpid(), signal.SIGKILL)

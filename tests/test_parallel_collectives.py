@@ -17,7 +17,7 @@ from rlk.parallel.pool import Pool, free_port, require
 
 WORKERS = Path(__file__).with_name("parallel_workers.py")
 COUNTS = (1, 3, 4, 7, 64, 1001)
-MESSAGES = (1 << 28, 64, 4)
+MESSAGES = {"gloo": (1 << 28, 64, 4), "shm": (1 << 26, 1 << 11)}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().view(torch.uint8).flatten().tolist()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_sums_are_tree_sums_at_every_message_size(pool: Pool, size: int) -> None:
-    answers = run(pool, size, "sums", COUNTS, MESSAGES)
+@pytest.mark.parametrize(("size", "transport"), [(2, "gloo"), (4, "gloo"), (2, "shm"), (4, "shm")])
+def test_sums_are_tree_sums_at_every_message_size(pool: Pool, size: int, transport: str) -> None:
+    answers = run(pool, size, "sums", COUNTS, MESSAGES[transport], transport)
     differs = 0
     for count in COUNTS:
         held = parts(size, count)
@@ -54,7 +54,7 @@ def test_sums_are_tree_sums_at_every_message_size(pool: Pool, size: int) -> None
         differs += int((tree != ring).sum())
         width = -(-count // size)
         for rank, answer in enumerate(answers):
-            for message in MESSAGES:
+            for message in MESSAGES[transport]:
                 found = answer["sums"][f"{count}/{message}"]
                 assert found["fp32"] == bits(tree)
                 assert found["bf16"] == bits(tree.bfloat16())
@@ -74,7 +74,8 @@ def test_traffic_is_what_a_rank_sends(pool: Pool) -> None:
         assert (gathered["calls"], gathered["bytes_sent"]) == (3, 3 * (16 + 16 + 16))
 
 
-def test_gathers_move_bytes_exactly(pool: Pool) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_gathers_move_bytes_exactly(pool: Pool, transport: str) -> None:
     expected = []
     for rank in range(4):
         expected.append(
@@ -84,7 +85,7 @@ def test_gathers_move_bytes_exactly(pool: Pool) -> None:
                 torch.tensor([rank % 2 == 0, True]),
             ]
         )  # fmt: skip
-    for answer in run(pool, 4, "gathers"):
+    for answer in run(pool, 4, "gathers", transport):
         for at, (shape, dtype, raw) in enumerate(answer):
             joined = torch.stack([row[at] for row in expected])
             assert (shape, dtype, raw) == (list(joined.shape), str(joined.dtype), bits(joined))

@@ -20,10 +20,10 @@ def pool() -> Iterator[Pool]:
         yield workers
 
 
-@pytest.mark.parametrize("loser", [0, 2, 3])
-def test_a_killed_rank_is_named_by_every_survivor(pool: Pool, loser: int) -> None:
+@pytest.mark.parametrize(("loser", "transport"), [(0, "gloo"), (2, "gloo"), (3, "gloo"), (1, "shm")])
+def test_a_killed_rank_is_named_by_every_survivor(pool: Pool, loser: int, transport: str) -> None:
     start = time.monotonic()
-    outcomes = pool.run(4, WORKERS, "lost", 4, free_port(), loser, "killed", 30.0, timeout=60)
+    outcomes = pool.run(4, WORKERS, "lost", 4, free_port(), loser, "killed", 30.0, transport, timeout=60)
     assert outcomes[loser].error == f"worker {loser} died with exit code -9"
     survivors = [outcome.value for rank, outcome in enumerate(outcomes) if rank != loser]
     for answer in survivors:

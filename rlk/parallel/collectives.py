@@ -17,7 +17,7 @@ from rlk.parallel.link import Link
 from rlk.parallel.transport import MOVERS
 
 _ALIGN = 16
-BUCKET_ELEMENTS = 1 << 26
+BUCKET_ELEMENTS = 1 << 24
 """fp32 elements of the largest joint buffer of :meth:`Group.tree_all_reduce_many`; any number gives the same bytes."""
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rlk.parallel.errors import ParallelError
 from rlk.parallel.link import Link
 from rlk.parallel.presence import Presence
-from rlk.parallel.transport import BACKEND, Transport
+from rlk.parallel.transport import BACKEND, MESSAGE_BYTES, Transport
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = 300.0
@@ -66,7 +66,7 @@ def join(rank: int, labels: Sequence[str], port: int, agreement: str, *, transpo
         # A call that nobody answers is found and named by the transport; torch's watchdog would end the process without a word.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     dist.init_process_group(BACKEND[transport], store=store, rank=rank, world_size=size, timeout=wait)
-    link = Link(presence, transport=transport)
+    link = Link(presence, transport=transport, message_bytes=MESSAGE_BYTES[transport])
     try:
         link.agree("agreement", agreement)
     except ParallelError:
@@ -82,7 +82,7 @@ def _require_own_card(store: dist.Store, rank: int, labels: Sequence[str]) -> No
     for number, label in enumerate(labels):
         card = store.get(f"rlk/card/{number}").decode()
         if card in held:
-            raise ProcessGroupError(f"{held[card]} and {label} share card {card}: use transport ipc, or one card per rank for nccl")
+            raise ProcessGroupError(f"{held[card]} and {label} share card {card}: use transport shm, or one card per rank for nccl")
         held[card] = label
 
 

@@ -7,6 +7,8 @@ RuntimeError, which :meth:`rlk.parallel.link.Link.run` turns into the name of th
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -17,12 +19,15 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from rlk.parallel.link import Link
 
-Transport = Literal["gloo", "ipc", "nccl"]
-"""gloo: host memory, for tensors anywhere; tensors of a card pass through pinned memory. ipc: ranks of one host read each other's card
-memory (CUDA or HIP IPC), also where they share a card. nccl: one card per rank, also under ROCm, whose RCCL torch calls by that name."""
+Transport = Literal["gloo", "shm", "ipc", "nccl"]
+"""gloo: host memory and sockets, for tensors anywhere; those of a card pass through pinned memory. shm: ranks of one host share its memory,
+for tensors anywhere. ipc: ranks of one host read each other's card memory (CUDA or HIP IPC). Any number of ranks may share a card over
+these. nccl: one card per rank, also under ROCm, whose RCCL torch calls by that name."""
 
-BACKEND: dict[Transport, str] = {"gloo": "gloo", "ipc": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+BACKEND: dict[Transport, str] = {"gloo": "gloo", "shm": "gloo", "ipc": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 """Process groups that torch makes; checks between ranks are messages in host memory whatever carries the data."""
+
+MAILBOX_BYTES = 1 << 26
 
 _FIRST_LOOK, _PAUSE = 1.0, 1e-4
 
@@ -83,41 +88,64 @@ class Nccl(Gloo):
         work.wait()
 
 
-class Ipc(Gloo):
-    """Each rank has a mailbox on its card that the others map: it writes, all wait, the others read, all wait."""
+class Shm(Gloo):
+    """Each rank has a mailbox that the others of its host map: it writes, all wait, the others read, all wait."""
 
-    whole_below: ClassVar[int] = 1 << 22
+    whole_below: ClassVar[int] = 1 << 20
 
     def __init__(self, link: Link, handle: dist.ProcessGroup) -> None:
         super().__init__(link, handle)
-        self._own = torch.empty(link.message_bytes, dtype=torch.uint8, device="cuda")
-        device, *fields = self._own.untyped_storage()._share_cuda_()
-        told = json.dumps([device, *(field.hex() if isinstance(field, bytes) else field for field in fields)])
-        every = [json.loads(text) for text in link.share(told)]
-        self._boxes = [self._own if rank == link.rank else _mapped(every[rank]) for rank in dist.get_process_group_ranks(handle)]
+        self._boxes = self._map(dist.get_process_group_ranks(handle))
 
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
         received = piece.new_empty((self.size, *piece.shape))
-        self._pass(piece, lambda rank, box: received[rank].copy_(box.view(piece.shape)))
+        self._pass(piece, lambda rank, box: received[rank].copy_(box))
         return received
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(rows)
-        self._pass(rows, lambda rank, box: received[rank].copy_(box.view(rows.shape)[self.rank]))
+        self._pass(rows, lambda rank, box: received[rank].copy_(box[self.rank]))
         return received
 
+    def _map(self, members: list[int]) -> list[torch.Tensor]:
+        """Mailboxes of the members, in order: a file of each in shared memory, which nobody can open once all have mapped it."""
+        descriptor, own = tempfile.mkstemp(prefix="rlk-mailbox-", dir="/dev/shm")
+        os.ftruncate(descriptor, MAILBOX_BYTES)
+        os.close(descriptor)
+        every = self.link.share(own)
+        boxes = [torch.from_file(every[rank], shared=True, size=MAILBOX_BYTES, dtype=torch.uint8) for rank in members]
+        dist.barrier(group=self.handle)
+        os.unlink(own)
+        return boxes
+
     def _pass(self, sent: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> None:
-        stream = torch.cuda.current_stream()
-        self._own[: sent.nbytes].view(sent.dtype).view(sent.shape).copy_(sent)
-        stream.synchronize()
-        dist.barrier(group=self.handle)
+        view = lambda box: box[: sent.nbytes].view(sent.dtype).view(sent.shape)
+        view(self._boxes[self.rank]).copy_(sent)
+        self._settle(sent)
         for rank, box in enumerate(self._boxes):
-            read(rank, box[: sent.nbytes].view(sent.dtype))
-        stream.synchronize()
+            read(rank, view(box))
+        self._settle(sent)
+
+    def _settle(self, sent: torch.Tensor) -> None:
+        """Every rank has finished what it was told so far."""
+        if sent.is_cuda:
+            torch.cuda.current_stream().synchronize()
         dist.barrier(group=self.handle)
 
 
-MOVERS: dict[Transport, type[Gloo]] = {"gloo": Gloo, "ipc": Ipc, "nccl": Nccl}
+class Ipc(Shm):
+    """Mailboxes in the memory of the cards."""
+
+    def _map(self, members: list[int]) -> list[torch.Tensor]:
+        own = torch.empty(MAILBOX_BYTES, dtype=torch.uint8, device="cuda")
+        told = [field.hex() if isinstance(field, bytes) else field for field in own.untyped_storage()._share_cuda_()]
+        every = [json.loads(text) for text in self.link.share(json.dumps(told))]
+        return [own if rank == self.link.rank else _mapped(every[rank]) for rank in members]
+
+
+MOVERS: dict[Transport, type[Gloo]] = {"gloo": Gloo, "shm": Shm, "ipc": Ipc, "nccl": Nccl}
+MESSAGE_BYTES: dict[Transport, int] = {"gloo": 1 << 28, "shm": MAILBOX_BYTES, "ipc": MAILBOX_BYTES, "nccl": 1 << 28}
+"""Largest message of each; any size gives the same bytes."""
 
 
 def _host_memory(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
