@@ -14,6 +14,8 @@ from functools import partial
 
 import torch
 
+from rlk.contract.numerics import DEFAULT
+from rlk.contract.sampling import SamplingParams
 from rlk.contract.topology import token_leaves
 from rlk.kernels.attention import attention, paged_attention
 from rlk.kernels.batch_invariant_logp import batch_invariant_logp_weight_grad, batch_invariant_logp_with_lse
@@ -27,6 +29,7 @@ from rlk.kernels.rms_norm import rms_norm, rms_norm_gamma_grad
 from rlk.kernels.rope import rope
 from rlk.kernels.silu import silu
 from rlk.kernels.swiglu import swiglu
+from rlk.rollout.sampling_device import DeviceSampler
 
 LENGTHS = (11, 16, 13, 19)
 TOKENS = sum(LENGTHS)
@@ -107,6 +110,15 @@ def score(tokens: int, vocab: int, padded: int, hidden: int, supported: bool) ->
     )  # fmt: skip
 
 
+def draw(vocab: int, padded: int) -> None:
+    kinds = ({}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.9, "top_k": 200, "temperature": 0.7})
+    sampler = DeviceSampler(len(kinds), vocab, padded, DEFAULT, torch.device("cuda"))
+    logits = torch.randn(len(kinds), vocab, device="cuda")
+    sampler.sample(logits, sampler.stage([SamplingParams(**kind) for kind in kinds], range(len(kinds))))  # type: ignore[arg-type]
+    sampler.sample(torch.zeros_like(logits), sampler.stage([SamplingParams(top_p=0.5)] * len(kinds), range(len(kinds))))
+    sampler.check()
+
+
 PARTS: dict[str, Callable[[], None]] = {
     **{f"plain {count}": partial(products, 1, count) for count in (1, 59, 300, 520)},
     **{f"split {count}": partial(products, 8, count) for count in (1, 59, 300, 520)},
@@ -120,6 +132,8 @@ PARTS: dict[str, Callable[[], None]] = {
     "attention, one split": partial(attend, (45, 19), 6, 2, 128, 64, 0),
     "logp": partial(score, 5, 1000, 1024, 64, False),
     "logp, supports": partial(score, 5, 1000, 1024, 64, True),
+    "sampling": partial(draw, 301, 1024),
+    "sampling, several blocks": partial(draw, 5000, 5120),
 }
 
 if __name__ == "__main__":
