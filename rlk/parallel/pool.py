@@ -69,9 +69,11 @@ class Pool:
 
     def close(self) -> None:
         """End all workers."""
-        for process, pipe in self._workers:
+        for _, pipe in self._workers:
             pipe.close()
-            process.join(5)
+        deadline = time.monotonic() + 5
+        for process, _ in self._workers:
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
