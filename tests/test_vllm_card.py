@@ -120,7 +120,10 @@ def test_a_step_is_drawn_scored_and_remembered_as_row_by_row() -> None:
     assert set(kept) == {7, 8}  # only these truncate
     assert [tuple(ids) for ids in kept[7]] == [expected.supports[0]]
     assert [tuple(ids) for ids in kept[8]] == [expected.supports[1], again.supports[1]]
-    sampler.clear()
+    sampler.clear(keep=True)
+    assert sampler.retained() == []
+    sampler.clear(keep=False)
+    sampler(logits, untouched())
     assert sampler.retained() == []
 
 

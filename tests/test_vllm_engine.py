@@ -265,6 +265,9 @@ def test_supports_are_complete(setup: Setup) -> None:
         expected = [tuple(retained_ids(logits[first + i], asked.sampling) or ()) for i in range(len(response.token_ids))]
         assert list(response.support) == expected
         assert 1 < len(expected[0]) <= 50
+    without = setup.strict("generate", requests, supports=False)
+    assert [r.support for r in without] == [None] * len(without)
+    assert [tokens_and_bytes(r)[:2] for r in without] == [tokens_and_bytes(r)[:2] for r in responses]
 
 
 def test_trace_equals_the_offline_pass(setup: Setup, tmp_path: Path) -> None:

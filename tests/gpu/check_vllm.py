@@ -27,6 +27,8 @@ from rlk.rollout.vllm.engine import VllmEngine
 SIZES = [1, 2, 4, 8, 16, 32]
 BUDGET = 64
 TOKENS = 24
+COUNTS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 40)
+SHARED = Path(tempfile.gettempdir()) / "check_vllm"
 CARD = torch.device("cuda")
 
 
@@ -78,67 +80,107 @@ def steps(report: Report) -> None:
                 report.same(f"add_rms_norm: {name}", case, a, b)
 
 
-def engine(report: Report) -> None:
-    """One engine that replays graphs and one that runs eagerly, on the same weights."""
+def start(name: str, **options: Any) -> tuple[VllmEngine, Path]:
+    """An engine on its own copy of the same weights, and the folder of that copy."""
     root = Path(tempfile.mkdtemp())
     prepare_synthetic("qwen3-8b", root / "first", layers=2)
-    common: dict[str, Any] = {
-        "mode": "strict", "device": "cuda", "separate_process": True, "max_model_len": 1024, "max_num_batched_tokens": BUDGET,
-        "max_num_seqs": 40, "kv_cache_bytes": 1 << 30, "stop_token_ids": (),
-    }  # fmt: skip
-    graphs = VllmEngine(root / "first", cudagraph_sizes=SIZES, **common)
-    eager = VllmEngine(root / "first", enforce_eager=True, **common)
-    found = graphs.readback()
-    report.holds("captured sizes", list(replays(graphs)) == SIZES and found["cudagraph_mode"] == "FULL_DECODE_ONLY")
-    report.holds("an eager engine captures nothing", eager.readback()["cudagraphs"] == [])
-    report.holds("decode is uniform", found["async_scheduling"] is True, runner=found["runner"])
+    engine = VllmEngine(
+        root / "first", mode="strict", device="cuda", max_model_len=1024, max_num_batched_tokens=BUDGET, max_num_seqs=40,
+        kv_cache_bytes=1 << 30, stop_token_ids=(), **options,
+    )  # fmt: skip
+    print(name, engine.readback()["versions"], flush=True)
+    return engine, root
 
-    before = replays(graphs)
-    sixteen = graphs.generate(requests(16))
-    after = replays(graphs)
-    moved = {size: after[size] - before[size] for size in SIZES if after[size] != before[size]}
-    report.holds("a batch of exactly a captured size replays its graph", moved == {16: TOKENS - 1}, moved=moved)
-    nine = graphs.generate(requests(9))
-    report.holds("nine live rows after sixteen", differing(nine, sixteen[:9]) == 0)
 
-    for count in (1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 40):
-        asked = requests(count, start=100)
-        wrong = differing(graphs.generate(asked), eager.generate(asked))
-        report.holds("graphs on and off", wrong == 0, count=count, wrong=wrong)
+def mixed() -> list[Request]:
+    """Prompts below, at and above a page and a tile, most of them in chunks."""
+    lengths = (1, 33, 100, 129, 300, 700)
+    return [request for i, length in enumerate(lengths) for request in requests(1, length=length, start=200 + i)]
 
-    mixed = [r for n, start in ((1, 0), (33, 1), (100, 2), (129, 3), (300, 4), (700, 5)) for r in requests(1, length=n, start=200 + start)]
-    graphs.reset_prefix_cache()
-    together = graphs.generate(mixed)
-    report.holds("a long prompt came in chunks", graphs.readback()["partial_prefill_rows"] > 0)
-    report.holds("a warm prefix", differing(graphs.generate(mixed), together) == 0)
-    report.holds("a prefix was cached", any(r.cached_tokens for r in graphs.generate(mixed)))
-    graphs.reset_prefix_cache()
-    report.holds("alone and together", differing([graphs.generate([r])[0] for r in mixed], together) == 0)
-    report.holds("in another order", differing(graphs.generate(mixed[::-1])[::-1], together) == 0)
 
-    asked = requests(4, length=61, tokens=80, start=300, temperature=0.0, top_p=1.0, top_k=-1)
-    decoded = graphs.generate(asked)
-    for cut in (1, 2, 3, 4, 40, 67, 68, 79):
-        read = [Request(r.sample_id, (*r.prompt_ids, *r.token_ids[:cut]), SamplingParams(temperature=0.0, max_tokens=1)) for r in decoded]
-        graphs.reset_prefix_cache()
-        same = all(a.logprobs[0] == b.logprobs[cut] and a.token_ids[0] == b.token_ids[cut] for a, b in zip(graphs.generate(read), decoded))
-        report.holds("a prompt of the same tokens predicts the next one", same, cut=cut)
-
+def everything(engine: VllmEngine, root: Path) -> dict[str, list[Response]]:
+    """What both engines generate: batches of captured sizes and between them, chunked prompts, all again under other weights."""
+    found = {f"batch of {count}": engine.generate(requests(count, start=100)) for count in COUNTS}
+    engine.reset_prefix_cache()
+    found["chunks"] = engine.generate(mixed())
     weights = load_checkpoint(root / "first")
     other = {name: (t.float() * 1.02).bfloat16() if t.ndim == 2 else t for name, t in weights.tensors.items()}
     announced = save_checkpoint(root / "second", weights.config, other)
-    for each in (graphs, eager):
-        report.holds("the reloaded hash is the announced one", each.load_weights(root / "second", 1, announced=announced) == announced)
-    changed = graphs.generate(mixed)
-    report.holds("new weights show", differing(changed, together) == len(mixed))
-    report.holds("no prefix survives a reload", not any(r.cached_tokens for r in changed))
-    report.holds("graphs serve the new weights", differing(changed, eager.generate(mixed)) == 0)
-    graphs.load_weights(root / "first", 2)
-    report.holds("the old weights again", differing(graphs.generate(mixed), together) == 0)
-    report.holds("graphs were replayed after the reload", sum(replays(graphs).values()) > sum(after.values()))
-    for each in (graphs, eager):
-        each.close()
+    if engine.load_weights(root / "second", 1, announced=announced) != announced:
+        raise RuntimeError("the reloaded hash is not the announced one")
+    found["reloaded"] = engine.generate(mixed())
+    engine.load_weights(root / "first", 2)
+    return found
+
+
+def keep(name: str, found: dict[str, list[Response]]) -> None:
+    SHARED.mkdir(exist_ok=True)
+    (SHARED / f"{name}.txt").write_text("".join(f"{key}\t{[plain(r) for r in answers]!r}\n" for key, answers in found.items()))
+
+
+def kept(name: str) -> dict[str, str]:
+    rows = (line.split("\t", 1) for line in (SHARED / f"{name}.txt").read_text().splitlines())
+    return dict(rows)
+
+
+def eager(report: Report) -> None:
+    """No graphs: what every other engine is compared with."""
+    engine, root = start("eager", enforce_eager=True)
+    report.holds("an eager engine captures nothing", engine.readback()["cudagraphs"] == [])
+    keep("eager", everything(engine, root))
+
+
+def apart(report: Report) -> None:
+    """The engine in a process of its own."""
+    engine, _ = start("apart", cudagraph_sizes=SIZES, separate_process=True)
+    keep("apart", {"chunks": engine.generate(mixed())})
+    engine.close()
+
+
+def graphs(report: Report) -> None:
+    """Captured sizes, exact replays, fills, prefixes, prompts against decoding, reloads."""
+    engine, root = start("graphs", cudagraph_sizes=SIZES)
+    found = engine.readback()
+    report.holds("captured sizes", list(replays(engine)) == SIZES and found["cudagraph_mode"] == "FULL_DECODE_ONLY")
+    before = replays(engine)
+    sixteen = engine.generate(requests(16))
+    after = replays(engine)
+    moved = {size: after[size] - before[size] for size in SIZES if after[size] != before[size]}
+    report.holds("a batch of exactly a captured size replays its graph", moved == {16: TOKENS - 1}, moved=moved)
+    report.holds("nine live rows after sixteen", differing(engine.generate(requests(9)), sixteen[:9]) == 0)
+    keep("graphs", everything(engine, root))
+    report.holds("graphs were replayed after the reload", sum(replays(engine).values()) > sum(after.values()))
+
+    engine.reset_prefix_cache()
+    whole = engine.generate(mixed())
+    report.holds("a long prompt came in chunks", engine.readback()["partial_prefill_rows"] > 0)
+    warm = engine.generate(mixed())
+    report.holds("a warm prefix", differing(warm, whole) == 0 and any(r.cached_tokens for r in warm))
+    engine.reset_prefix_cache()
+    report.holds("alone and together", differing([engine.generate([r])[0] for r in mixed()], whole) == 0)
+    report.holds("in another order", differing(engine.generate(mixed()[::-1])[::-1], whole) == 0)
+    traced = engine.trace(mixed(), root / "trace.safetensors", positions=(0, 700))
+    report.holds("traced operator by operator", differing(traced, whole) == 0)
+    without = engine.generate(mixed(), supports=False)
+    report.holds("without supports", [plain(r)[:2] for r in without] == [plain(r)[:2] for r in whole])
+
+    asked = requests(4, length=61, tokens=80, start=300, temperature=0.0, top_p=1.0, top_k=-1)
+    decoded = engine.generate(asked)
+    for cut in (1, 2, 3, 4, 40, 67, 68, 79):
+        read = [Request(r.sample_id, (*r.prompt_ids, *r.token_ids[:cut]), SamplingParams(temperature=0.0, max_tokens=1)) for r in decoded]
+        engine.reset_prefix_cache()
+        same = all(a.logprobs[0] == b.logprobs[cut] and a.token_ids[0] == b.token_ids[cut] for a, b in zip(engine.generate(read), decoded))
+        report.holds("a prompt of the same tokens predicts the next one", same, cut=cut)
+
+
+def together(report: Report) -> None:
+    """What the engines wrote down."""
+    without, captured, alone = kept("eager"), kept("graphs"), kept("apart")
+    for key, answers in without.items():
+        report.holds("graphs on and off", captured[key] == answers, case=key)
+    report.holds("in a process of its own", alone["chunks"] == without["chunks"])
+    report.holds("new weights show", without["reloaded"] != without["chunks"])
 
 
 if __name__ == "__main__":
-    main("check_vllm", {"steps": steps, "engine": engine}, alone="steps")
+    main("check_vllm", {"steps": steps, "eager": eager, "graphs": graphs, "apart": apart, "together": together}, alone="together")

@@ -190,7 +190,7 @@ class VllmEngine:
     def generate(self, requests: Sequence[Request], *, supports: bool = True) -> list[Response]:
         """Generate all requests together, in vLLM's continuous batches; responses come in the order of ``requests``.
 
-        supports: hand over the retained ids of truncating requests; without, their responses have none and cannot be scored.
+        supports: keep and hand over the retained ids of truncating requests; without, their responses have none and cannot be scored.
 
         A sample that cannot be generated comes back without tokens and with finish_reason "refused: …". Raises ValueError for a sample id
         given twice and EngineRefusal if the weight version is unknown or changed underway, or if an earlier call broke the engine.
@@ -198,13 +198,13 @@ class VllmEngine:
         if self._broken:
             raise EngineRefusal(f"an earlier call left requests inside vLLM ({self._broken}): start another engine")
         require_distinct(requests)
-        version = self._rpc("rlk_begin")
+        version = self._rpc("rlk_begin", supports)
         if version is None:
             raise EngineRefusal("the weight version is unknown after a failed update: load a checkpoint before generating")
         reasons = [refusal(request, self.config.vocab_size, self.max_model_len) for request in requests]
         accepted = [request for request, reason in zip(requests, reasons) if reason is None]
         outputs = self._run(accepted) if accepted else []
-        finished = self._rpc("rlk_finish", supports)
+        finished = self._rpc("rlk_finish")
         if finished["weight_version"] != version:
             raise EngineRefusal(f"the weight version went from {version} to {finished['weight_version']} underway: generate again")
         kept = dict(finished["supports"])
@@ -225,7 +225,7 @@ class VllmEngine:
         The prefix cache is dropped. EngineRefusal for a version that is not newer, and for files whose hash is not ``announced``; the
         engine then keeps serving the old weights. After any later failure the version is unknown and :meth:`generate` refuses.
         """
-        current = self._rpc("rlk_begin")
+        current = self._rpc("rlk_begin", False)
         if current is not None and version <= current:
             raise EngineRefusal(f"weight version {version} is not newer than {current}: publish under a higher version")
         loaded: str = self._rpc("rlk_load_weights", str(path), announced)

@@ -73,22 +73,22 @@ class WorkerExtension:
         """Name the loaded weights; only then does the engine answer requests."""
         self._rlk_version = version
 
-    def rlk_begin(self) -> int | None:
-        """Forget earlier supports; the version about to serve, None while it is unknown."""
+    def rlk_begin(self, supports: bool) -> int | None:
+        """Forget earlier supports, and keep the next ones if they are asked for; the version about to serve, None while it is unknown."""
         sampler = self._rlk_sampler()
         if sampler:
-            sampler.clear()
+            sampler.clear(supports)
         return self._rlk_version
 
-    def rlk_finish(self, supports: bool) -> dict[str, Any]:
-        """Version that served, and [sample id, [retained ids of each output position]] of every truncating request if they are asked for.
+    def rlk_finish(self) -> dict[str, Any]:
+        """Version that served, and [sample id, [retained ids of each output position]] of every truncating request if they were kept.
 
         FloatingPointError if a row of logits was not finite.
         """
         sampler = self._rlk_sampler()
         if sampler:
             sampler.check()
-        return {"weight_version": self._rlk_version, "supports": sampler.retained() if sampler and supports else []}
+        return {"weight_version": self._rlk_version, "supports": sampler.retained() if sampler else []}
 
     def rlk_trace(self, on: bool, positions: list[int] | None = None) -> None:
         """Collect the intermediates of strict mode from now on, at these positions (None: all), or stop and forget them."""

@@ -35,8 +35,8 @@ class StrictSampler(nn.Module):
         self.runner = runner
         self._ranks = torch.zeros(0, dtype=torch.int64)
 
-    def clear(self) -> None:
-        """Forget what earlier requests retained."""
+    def clear(self, keep: bool) -> None:
+        """Forget what earlier requests retained; keep: whether to remember what the next ones retain."""
         raise NotImplementedError
 
     def retained(self) -> list[list[Any]]:
@@ -81,10 +81,11 @@ class HostSampler(StrictSampler):
     def __init__(self, runner: Any, config: Qwen3Config, numerics: Numerics, tp: Group) -> None:
         super().__init__(runner)
         self._supports: dict[int, dict[int, list[int]]] = {}
+        self._keep = True
         self._config, self._numerics, self._tp = config, numerics, tp
 
-    def clear(self) -> None:
-        self._supports = {}
+    def clear(self, keep: bool) -> None:
+        self._supports, self._keep = {}, keep
 
     def retained(self) -> list[list[Any]]:
         return [[sample, [kept[at] for at in sorted(kept)]] for sample, kept in self._supports.items()]
@@ -114,7 +115,7 @@ class HostSampler(StrictSampler):
         logprobs[rows] = drawn.logprobs
         self.recorder.put_last_rows("logp", drawn.logprobs, rows)
         for extra, position, kept in zip(extras, positions, drawn.supports):
-            if kept is not None:
+            if self._keep and kept is not None:
                 self._supports.setdefault(int(extra["sample_id"]), {})[position] = list(kept)
 
 

@@ -38,10 +38,11 @@ class DeviceStrictSampler(StrictSampler):
         self._sampler = DeviceSampler(max_rows, config.vocab_size, padded, numerics, runner.device)
         self._log = SupportLog(config.vocab_size, padded, runner.device)
         self._batch: Batch | None = None
+        self._keep = True
 
-    def clear(self) -> None:
+    def clear(self, keep: bool) -> None:
         self._log.clear()
-        self._batch = None
+        self._batch, self._keep = None, keep
 
     def check(self) -> None:
         self._sampler.check()
@@ -64,7 +65,7 @@ class DeviceStrictSampler(StrictSampler):
         positions = [len(state.output_token_ids) for state in batch.states]
         drawn = self._sampler.sample(logits, self._sampler.stage(batch.params, positions))
         self.recorder.put_last_rows("logp", drawn.logprobs)
-        if drawn.support is not None:
+        if self._keep and drawn.support is not None:
             kept = batch.truncating & ~unfinished
             tags: list[tuple[int, int] | None] = list(zip(batch.samples, positions, strict=True))
             for row in np.flatnonzero(~kept).tolist():
