@@ -94,8 +94,9 @@ def on_cpu(cluster: Cluster, checkpoint: CheckpointFacts, scratch: Path) -> Chai
     return Chain(responses, {**passes, "train": {**scored, **places}}, engines, str(served))
 
 
-def on_card(cluster: Cluster, checkpoint: CheckpointFacts, vocabulary: int, scratch: Path) -> Chain:
-    """The full depth of a large model: first vLLM, then the trainer in its place; nothing else is on the card."""
+def on_card(cluster: Cluster, checkpoint: CheckpointFacts, vocabulary: int, scratch: Path, *, alone: bool = False) -> Chain:
+    """A large model: vLLM of the cluster, then the trainer in a process of its own. alone: no other engine may be on the card meanwhile,
+    and vLLM makes room for the trainer."""
     generator = torch.Generator().manual_seed(SEED)
     shapes = [*((WS1.prompt, n - WS1.prompt) for n in WS1.lengths), (LONG_PROMPT, LONG_TOKENS)]
     requests = [
@@ -104,7 +105,8 @@ def on_card(cluster: Cluster, checkpoint: CheckpointFacts, vocabulary: int, scra
     ]
     positions = [kept_positions(n + tokens) for n, tokens in shapes]
     order = [*WS1.permutation, len(shapes) - 1][::-1]
-    cluster.stop()
+    if alone:
+        cluster.stop()
     rollout = cluster.rollout("strict")
     try:
         _, served = rollout.call("open", checkpoint.path, 2 * LONG_PROMPT)
@@ -117,9 +119,11 @@ def on_card(cluster: Cluster, checkpoint: CheckpointFacts, vocabulary: int, scra
                 passes[name].update(load_file(file))
         engines = {"rollout": rollout.call("readback")}
     finally:
-        cluster.stop()
+        if alone:
+            cluster.stop()
     job = {
-        "checkpoint": str(checkpoint.path), "device": cluster.device, "positions": positions, "permutation": order,
+        "checkpoint": str(checkpoint.path), "device": cluster.device, "numerics": asdict(cluster.numerics),
+        "positions": positions, "permutation": order,
         "requests": [asdict(r) for r in requests], "responses": [asdict(r) for r in responses],
         "learner": len(WS1.lengths) - 1, "out": str(scratch / "train.safetensors"),
     }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rlk.contract.numerics import DEFAULT
+from rlk.contract.numerics import Numerics
 from rlk.contract.records import Request, Response
 from rlk.contract.topology import Topology
 from rlk.contract.update import GrpoParams
@@ -34,16 +34,17 @@ Rows = dict[str, torch.Tensor]
 def chain(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     """Score the job's samples in every layout, back-propagate, and compare.
 
-    job: checkpoint, device, requests and responses (plain), positions to keep of each sample, permutation of the samples, learner (the
-    sample whose gradients are taken alone), out (file of the packed layout's rows, "{sample}/{name}" with their ".positions").
+    job: checkpoint, device, numerics (fields), requests and responses (plain), positions to keep of each sample, permutation of the
+    samples, learner (the sample whose gradients are taken alone), out (file of the packed layout's rows, "{sample}/{name}" with their
+    ".positions").
     Returns comparisons by judgment (plain), the engine's read-back and the hash of the weights that computed.
     """
-    device = process.require_device(job["device"])
-    parallel = process.start(rank, 0, Topology(), device=device)
+    device, numerics = process.require_device(job["device"]), Numerics(**job["numerics"])
+    parallel = process.start(rank, 0, Topology(numerics=numerics), device=device)
     dispatch.reset_readback()
     source = load_checkpoint(Path(job["checkpoint"]))
-    packed = pack_weights(source.tensors, source.config, DEFAULT)
-    model = StrictModel(source.config, DEFAULT, packed, parallel, device)
+    packed = pack_weights(source.tensors, source.config, numerics)
+    model = StrictModel(source.config, numerics, packed, parallel, device)
     samples = pair([Request.from_plain(r) for r in job["requests"]], [Response.from_plain(r) for r in job["responses"]])
     pass_ = _Passes(model, samples, job["positions"], device)
     together = pass_.traced([range(len(samples))])
@@ -57,11 +58,12 @@ def chain(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     weights = {name: parameter.detach() for name, parameter in model.parameters.items()}
     return {
         "judgments": {name: [c.model_dump(mode="json") for c in found] for name, found in judgments.items()},
-        "model_hash": model_hash(Unpacked(weights, source.config, DEFAULT)),
+        "model_hash": model_hash(Unpacked(weights, source.config, numerics)),
         "engine": {
             "engine": "megatron-core",
             "mode": "strict",
             **readback.process(device),
+            "numerics": numerics.record(source.config.vocab_size, readback.backend(device)),
             "modules": readback.modules(model.module),
             "gradient_scales": readback.gradient_scales(model.module.config),
             "kernels": readback.kernels(),
@@ -113,7 +115,7 @@ class _Passes:
         self._backward([learner], self._loss(), {learner}, afresh=True)
         first = {name: gradient.clone() for name, gradient in self._gradients().items()}
         self._backward(every, self._loss(), {learner}, afresh=True)
-        alone, packed = (Unpacked(held, self.model.config, DEFAULT) for held in (first, self._gradients()))
+        alone, packed = (Unpacked(held, self.model.config, self.model.numerics) for held in (first, self._gradients()))
         return {
             "loss": [compare("loss", *losses), compare("slope", *slopes)],
             "gradients": [compare(name, alone[name], packed[name]) for name in alone],
@@ -146,7 +148,7 @@ class _Passes:
         return seen[0]
 
     def _packed(self, batch: Sequence[int]) -> MicroBatch:
-        return micro_batch([self.samples[at] for at in batch], DEFAULT).to(self.device)
+        return micro_batch([self.samples[at] for at in batch], self.model.numerics).to(self.device)
 
 
 def _compare(actual: Rows, expected: Rows) -> list[Comparison]:

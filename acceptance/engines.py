@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from acceptance.chain import Chain, on_card, on_cpu
 from rlk.acceptance.cell import Cell, Platform
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.matrix import CHAIN_MODEL, ROLLOUT_TP2, SNAPSHOT_WORKLOAD, UPDATED_MODEL
+from rlk.acceptance.matrix import CHAIN_MODEL, ROLLOUT_TP2, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_SNAPSHOT, ModelShape
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.workloads import SAMPLING_ROWS, SamplingRow
@@ -35,9 +35,6 @@ T = TypeVar("T")
 PROMPTS, GROUP, KL_COEF = 8, 8, 1e-2
 """Of one update in an integration cell: 64 samples."""
 
-CARD_CONTEXT = 4096
-"""Tokens of prompt and response together in the runs of a large model."""
-
 
 def tiny_checkpoint(root: Path) -> Path:
     """The checkpoint of `rlk prepare --tiny`, prepared now if nobody has; a run verifies it before it starts."""
@@ -48,10 +45,10 @@ def tiny_checkpoint(root: Path) -> Path:
 
 
 def synthetic_checkpoint(root: Path, shape: ModelShape) -> Path:
-    """Synthetic weights of Qwen3-8B at the depth of ``shape``, prepared now if nobody has; a run verifies them before it starts."""
+    """Synthetic weights of a shape, prepared now if nobody has; a run verifies them before it starts."""
     path = root / "artifacts" / "models" / f"{shape.name}-synthetic"
     if not path.exists():
-        prepare_synthetic(QWEN3_8B.name, path, layers=shape.layers)
+        prepare_synthetic(shape.name, path)
     return path
 
 
@@ -71,8 +68,6 @@ class Runs:
     def plan(self, name: str, sampling: SamplingParams, **profile: Any) -> RunPlan:
         """A run of the platform's checkpoint as `rlk run` would resolve it."""
         given = {"prompts": PROMPTS, "group_size": GROUP, "kl_coef": KL_COEF, **profile}
-        if self.platform != "cpu":
-            given["context"] = CARD_CONTEXT
         return make_plan(
             Profile(
                 device=self.cluster.device,
@@ -138,9 +133,11 @@ class Runs:
         scratch.mkdir()
         if self.platform == "cpu":
             return on_cpu(self.cluster, resolve_checkpoint(self.checkpoint), scratch)
+        if workload == WORKLOAD[self.platform]:
+            return on_card(self.cluster, resolve_checkpoint(self.checkpoint), UPDATED_MODEL[self.platform].vocab_size, scratch)
         shape = CHAIN_MODEL[self.platform]
         path = snapshot_checkpoint(self.root) if workload == SNAPSHOT_WORKLOAD else synthetic_checkpoint(self.root, shape)
-        return on_card(self.cluster, resolve_checkpoint(path), shape.vocab_size, scratch)
+        return on_card(self.cluster, resolve_checkpoint(path), shape.vocab_size, scratch, alone=True)
 
 
 def snapshot_checkpoint(root: Path) -> Path:

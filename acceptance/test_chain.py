@@ -10,7 +10,7 @@ from acceptance.chain import Chain
 from acceptance.engines import Runs, hand_in_engines
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.matrix import CHAIN_WORKLOAD, SNAPSHOT_WORKLOAD
+from rlk.acceptance.matrix import CHAIN_WORKLOAD, SNAPSHOT_WORKLOAD, WORKLOAD
 
 
 def hand_in(cell: Cell, evidence: Evidence, chain: Chain) -> None:
@@ -27,8 +27,13 @@ def hand_in(cell: Cell, evidence: Evidence, chain: Chain) -> None:
         evidence.compare_tokens(name, *sides)
 
 
-@pytest.mark.cells(scope="chain", workload=CHAIN_WORKLOAD["cpu"])
+@pytest.mark.cells(scope="chain", workload=WORKLOAD["cpu"])
 def test_tiny(cell: Cell, evidence: Evidence, runs: Runs) -> None:
+    hand_in(cell, evidence, runs.chain(cell))
+
+
+@pytest.mark.cells(scope="chain", workload=WORKLOAD["cuda"])
+def test_full_width(cell: Cell, evidence: Evidence, runs: Runs) -> None:
     hand_in(cell, evidence, runs.chain(cell))
 
 

@@ -170,7 +170,7 @@ def report(
 @app.command()
 def prepare(
     tiny: Annotated[bool, typer.Option("--tiny", help="the small model for CPUs, trained here")] = False,
-    synthetic: Annotated[str | None, typer.Option("--synthetic", metavar="SHAPE", help="random weights of tiny or qwen3-8b")] = None,
+    synthetic: Annotated[str | None, typer.Option("--synthetic", metavar="SHAPE", help="random weights of tiny, qwen3-8b, …")] = None,
     layers: Annotated[int | None, typer.Option("--layers", min=1, help="with --synthetic: fewer layers than the shape has")] = None,
     target: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"new checkpoint directory [{DEFAULT_MODEL}]")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="names the start weights and the training data")] = 0,

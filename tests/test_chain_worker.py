@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from acceptance import chain
 from rlk.contract.arithmetic import trace_names
 from rlk.contract.models import TINY
+from rlk.contract.numerics import DEFAULT
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
 from rlk.evidence.schema import Comparison
@@ -33,7 +34,8 @@ def answer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
     requests = [Request(i, draw(prompt), SamplingParams(0.7, max_tokens=n)) for i, (prompt, n) in enumerate(SHAPES)]
     responses = [Response(r.sample_id, r.prompt_ids, draw(n), (0.0,) * n, None, "length", 0, 0) for r, (_, n) in zip(requests, SHAPES)]
     job = {
-        "checkpoint": str(model), "device": "cpu", "positions": POSITIONS, "permutation": [2, 0, 1], "learner": 1, "out": str(out),
+        "checkpoint": str(model), "device": "cpu", "numerics": asdict(DEFAULT), "positions": POSITIONS,
+        "permutation": [2, 0, 1], "learner": 1, "out": str(out),
         "requests": [asdict(r) for r in requests], "responses": [asdict(r) for r in responses],
     }  # fmt: skip
     with Pool(1) as pool:

@@ -8,7 +8,7 @@ import pytest
 
 from rlk.acceptance.cell import Platform
 from rlk.acceptance.matrix import CHAIN_MODEL, SNAPSHOT_WORKLOAD, enumerate_cells, gradient_names
-from rlk.contract.models import QWEN3_8B, TINY
+from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY
 from rlk.loop.labels import shape_config
 from rlk.model.layout import hf_shapes
 
@@ -25,7 +25,7 @@ def test_gradients_are_named_as_in_a_checkpoint() -> None:
 def test_a_card_scores_the_full_depth_and_updates_a_part_of_it(platform: Platform) -> None:
     cells = [cell for cell in enumerate_cells(platform) if cell.scope in ENGINE_SCOPES]
     assert all("synthetic" in cell.workload or cell.workload == SNAPSHOT_WORKLOAD for cell in cells)
-    assert {cell.workload.startswith("qwen3-8b-4layers") for cell in cells if cell.scope != "chain"} == {True}
+    assert {cell.workload.startswith(QWEN3_8B_UPDATED.name) for cell in cells if cell.scope != "chain"} == {True}
     named = {cell.cell_id.removeprefix(f"{platform}/chain/"): cell.names for cell in cells if cell.scope == "chain"}
     assert len(named["train_vs_rollout/qwen3-8b-synthetic/gate_up"]) == CHAIN_MODEL[platform].layers == 36
     assert len(named["train_layouts/qwen3-8b-synthetic/permuted"]) == 36 * 15 + 4

@@ -80,7 +80,7 @@ def test_the_large_shape_fits_the_contract() -> None:
 
 
 def test_refusals_write_nothing(tmp_path: Path) -> None:
-    with pytest.raises(PrepareError, match="shape 'large' is unknown: use one of tiny, qwen3-8b"):
+    with pytest.raises(PrepareError, match="shape 'large' is unknown: use one of tiny, qwen3-8b, qwen3-8b-2layers-vocab16000"):
         prepare_synthetic("large", tmp_path / "new")
     for layers in (0, 3):
         with pytest.raises(PrepareError, match=f"layers={layers} is not between 1 and the 2 of tiny"):

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,19 @@ ANSWER = "rlk-benchmark:"
 
 @dataclass(frozen=True)
 class Row:
-    """batch requests of ``prompt`` random tokens, each answered by ``response`` tokens; rounds: of every arm."""
+    """batch requests of ``prompt`` random tokens, each answered by ``response`` tokens."""
 
     batch: int
     prompt: int
     response: int
-    rounds: int
 
     @property
     def name(self) -> str:
         return f"{self.batch} × {self.prompt} in, {self.response} out"
 
 
-ROWS = (Row(1, 256, 256, 3), Row(16, 256, 256, 3), Row(128, 256, 256, 3), Row(1, 2048, 1024, 2))
+ROWS = (Row(1, 256, 256), Row(16, 256, 256), Row(128, 256, 256), Row(1, 2048, 1024))
+ROUNDS = 3
 
 
 class Arm:
@@ -55,14 +56,19 @@ class Arm:
 
     def __init__(self, name: str, checkpoint: Path) -> None:
         mode, variables = ARMS[name]
-        began = time.monotonic()
-        command = [sys.executable, __file__, str(checkpoint), "--serve", mode]
         self.name = name
         self.process = subprocess.Popen(
-            command, env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
+            [sys.executable, __file__, str(checkpoint), "--serve", mode],
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        self.read_back = self._answer()
-        self.start_s = time.monotonic() - began
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until the engine is up: "start_s" since its process began, and what it read back."""
+        found: dict[str, Any] = self._answer()
+        return found
 
     def ask(self, **order: Any) -> Any:
         """Send an order and wait for its answer."""
@@ -85,14 +91,16 @@ class Arm:
 
 def serve(checkpoint: Path, mode: Any) -> None:
     """The process of an arm: start the engine, report what it is, then do what each line of standard input asks for."""
+    import psutil
     import torch
 
+    from rlk.contract.numerics import HOPPER
     from rlk.contract.records import Request
     from rlk.contract.sampling import SamplingParams
     from rlk.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(
-        checkpoint, mode=mode, device="cuda", max_model_len=CONTEXT, max_num_batched_tokens=8192, max_num_seqs=128,
+        checkpoint, mode=mode, device="cuda", numerics=HOPPER, max_model_len=CONTEXT, max_num_batched_tokens=8192, max_num_seqs=128,
         kv_cache_bytes=KV_BYTES, stop_token_ids=(),
     )  # fmt: skip
 
@@ -137,45 +145,71 @@ def serve(checkpoint: Path, mode: Any) -> None:
     def answer(value: Any) -> None:
         print(f"\n{ANSWER}{json.dumps(value)}", flush=True)
 
-    found = engine.readback()
-    answer({name: value for name, value in found.items() if name not in ("modules", "ranks", "environment")})
+    started = time.time() - psutil.Process().create_time()
+    found = {name: value for name, value in engine.readback().items() if name not in ("modules", "ranks", "environment")}
+    answer({"start_s": started, "read_back": found})
     does = {"timed": timed, "proved": proved, "profiled": profiled, "memory": memory}
     for line in sys.stdin:
         order = json.loads(line)
         answer(does[order.pop("do")](**order))
 
 
-def measure(checkpoint: Path) -> dict[str, Any]:
-    """Start every arm, prove the strict one, then time all rows."""
-    result: dict[str, Any] = {"checkpoint": checkpoint.name, "arms": {}, "rows": {}, "profile": {}}
-    arms: list[Arm] = []
+def measure(checkpoint: Path, limit: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Start all arms at once, prove the strict one, then time the rows round by round; ``keep`` is given the result as it grows.
+
+    limit: seconds after which nothing is begun that would not end in time; a row that was never timed is named in "skipped", an arm that
+    did not start in "failed".
+    """
+    began = time.monotonic()
+    result: dict[str, Any] = {"checkpoint": checkpoint.name, "arms": {}, "rows": {}, "skipped": [], "failed": []}
+    arms = [Arm(name, checkpoint) for name in ARMS]
     try:
-        for name in ARMS:
-            arms.append(Arm(name, checkpoint))
-            result["arms"][name] = {"start_s": arms[-1].start_s, "read_back": arms[-1].read_back}
-        strict = arms[-1]
+        for arm in [*arms]:
+            try:
+                result["arms"][arm.name] = arm.ready()
+            except RuntimeError as error:  # the others are measured all the same
+                result["failed"].append(str(error))
+                arms.remove(arm)
+        strict = next((arm for arm in arms if ARMS[arm.name][0] == "strict"), None)
+        if strict is None:
+            return result
         result["proof"] = strict.ask(do="proved")
+        keep(result)
         if result["proof"]["differ"]:
             return result
-        for row in ROWS:
-            for arm in arms:  # shapes that compile or capture on first use
-                arm.ask(do="timed", batch=row.batch, prompt=row.prompt, response=8, seed=1)
-            speeds: dict[str, list[float]] = {arm.name: [] for arm in arms}
-            for number in range(row.rounds):
-                for arm in arms if number % 2 == 0 else reversed(arms):
-                    ran = arm.ask(do="timed", batch=row.batch, prompt=row.prompt, response=row.response, seed=10 + number)
-                    speeds[arm.name].append(ran["tokens"] / ran["seconds"])
-            ran = strict.ask(do="timed", batch=row.batch, prompt=row.prompt, response=row.response, seed=9, supports=True)
-            speeds[WITH_IDS] = [ran["tokens"] / ran["seconds"]]
-            result["rows"][row.name] = speeds
-        for arm in (arms[0], strict):
-            result["profile"][arm.name] = {str(batch): arm.ask(do="profiled", batch=batch, prompt=256, response=32) for batch in (1, 128)}
+        took: dict[str, float] = {}
+        for number in range(ROUNDS):
+            for row in ROWS:
+                expected = took.get(row.name, took.get(ROWS[0].name, 0.0) * row.response / ROWS[0].response)
+                if time.monotonic() - began + expected > limit:
+                    continue
+                start = time.monotonic()
+                _round(arms, row, number, result["rows"].setdefault(row.name, {arm.name: [] for arm in arms} | {WITH_IDS: []}))
+                took[row.name] = time.monotonic() - start
+                keep(result)
+        result["skipped"] = [row.name for row in ROWS if row.name not in result["rows"]]
         for arm in arms:
             result["arms"][arm.name]["memory"] = arm.ask(do="memory")
+        if time.monotonic() - began + 10 < limit:
+            result["profile"] = {arm.name: arm.ask(do="profiled", batch=16, prompt=256, response=32) for arm in (arms[0], strict)}
+        keep(result)
     finally:
         for arm in arms:
             arm.close()
     return result
+
+
+def _round(arms: Sequence[Arm], row: Row, number: int, speeds: dict[str, list[float]]) -> None:
+    """Time every arm once; in the first round after a short generation, since shapes may compile or capture on first use."""
+    shape = {"batch": row.batch, "prompt": row.prompt}
+    for arm in arms if number == 0 else ():
+        arm.ask(do="timed", **shape, response=8, seed=1)
+    for arm in arms if number % 2 == 0 else reversed(arms):
+        ran = arm.ask(do="timed", **shape, response=row.response, seed=10 + number)
+        speeds[arm.name].append(ran["tokens"] / ran["seconds"])
+    if number == 0:
+        ran = arms[-1].ask(do="timed", **shape, response=row.response, seed=9, supports=True)
+        speeds[WITH_IDS].append(ran["tokens"] / ran["seconds"])
 
 
 def table(result: dict[str, Any]) -> str:
@@ -185,7 +219,8 @@ def table(result: dict[str, Any]) -> str:
     for row, speeds in result["rows"].items():
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         cells = [f"{medians[name]:.0f} ({min(speeds[name]):.0f}–{max(speeds[name]):.0f})" for name in names]
-        lines.append(f"| {row} | {' | '.join(cells)} | {medians['rlk strict'] / medians['vllm']:.2f} |")
+        ratio = f"{medians['rlk strict'] / medians['vllm']:.2f}" if "vllm" in medians else ""
+        lines.append(f"| {row} | {' | '.join(cells)} | {ratio} |")
     starts = [f"{arm['start_s']:.0f}" for arm in result["arms"].values()]
     peaks = [f"{arm['memory']['peak_reserved'] / (1 << 30):.1f}" for arm in result["arms"].values()]
     lines += [f"| start, s | {' | '.join(starts)} | | |", f"| peak memory, GiB | {' | '.join(peaks)} | | |"]
@@ -197,6 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("results", type=Path, nargs="?")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which nothing is begun")
     parser.add_argument("--serve", choices=("native", "strict"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -204,14 +240,22 @@ def main() -> int:
         return 0
     from rlk.evidence.environment import freeze
 
-    result = {"environment": freeze(Path.cwd()), **measure(arguments.checkpoint)}
-    if arguments.results:
-        arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    environment = freeze(Path.cwd())
+
+    def keep(result: dict[str, Any]) -> None:
+        if arguments.results:
+            arguments.results.write_text(json.dumps({"environment": environment, **result}, indent=1) + "\n", encoding="utf-8")
+
+    result = measure(arguments.checkpoint, arguments.limit, keep)
+    for problem in result["failed"]:
+        print(f"failed: {problem}")
+    if "proof" not in result:
+        return 1
     if result["proof"]["differ"]:
         print(f"red: {result['proof']['differ']} of {result['proof']['tokens']} tokens of a batch differ when a row is alone: no time")
         return 1
     print(table(result))
-    return 0
+    return 1 if result["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from rlk.contract.numerics import HOPPER
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
 from rlk.evidence.environment import freeze
@@ -50,7 +51,7 @@ class Arm:
 
     def __init__(self, mode: Literal["native", "strict"], checkpoint: Path) -> None:
         torch.cuda.reset_peak_memory_stats()
-        self.trainer = MegatronTrainer(checkpoint, mode=mode, device="cuda", micro_batch_size=MICRO_BATCH)
+        self.trainer = MegatronTrainer(checkpoint, mode=mode, device="cuda", numerics=HOPPER, micro_batch_size=MICRO_BATCH)
         self.samples = samples(self.trainer.config.vocab_size)
         self.old = self.trainer.score(self.samples)
 

@@ -10,12 +10,12 @@ from rlk.acceptance.ws2 import ws2_cells
 from rlk.acceptance.ws2_rollout import ws2_rollout_cells
 from rlk.contract.arithmetic import trace_names
 from rlk.contract.judgments import NEGATIVE_CONTROLS
-from rlk.contract.models import QWEN3_8B, QWEN3_8B_4, TINY, ModelShape
+from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY, ModelShape
 from rlk.contract.workloads import ARMS, SAMPLING_ROWS
 
 CHAIN_MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B, "rocm": QWEN3_8B}
-UPDATED_MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B_4, "rocm": QWEN3_8B_4}
-"""The models that the engine scopes of a platform run; on a card one is scored at full depth, and one is updated."""
+UPDATED_MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B_UPDATED, "rocm": QWEN3_8B_UPDATED}
+"""The models that the engine scopes of a platform run; on a card one is updated, and one is scored at full depth."""
 
 
 def _workload(platform: Platform, model: ModelShape) -> str:
@@ -74,28 +74,30 @@ def all_cells() -> tuple[Cell, ...]:
 
 
 def _chain(platform: Platform) -> Iterator[Cell]:
-    yield from _intermediates(platform, CHAIN_WORKLOAD[platform])
+    yield from _intermediates(platform, WORKLOAD[platform], UPDATED_MODEL[platform])
     if platform != "cpu":
-        yield from _layouts(platform)
-        yield from _intermediates(platform, SNAPSHOT_WORKLOAD)
+        yield from _layouts(platform, WORKLOAD[platform], UPDATED_MODEL[platform])
+        yield from _intermediates(platform, CHAIN_WORKLOAD[platform], CHAIN_MODEL[platform])
+        yield from _layouts(platform, CHAIN_WORKLOAD[platform], CHAIN_MODEL[platform])
+        yield from _intermediates(platform, SNAPSHOT_WORKLOAD, CHAIN_MODEL[platform])
 
 
-def _intermediates(platform: Platform, workload: str) -> Iterator[Cell]:
+def _intermediates(platform: Platform, workload: str, model: ModelShape) -> Iterator[Cell]:
     for subject in CHAINS:
         strict = (*ROLLOUT, *SCORING) if subject == "train_vs_rollout" else ROLLOUT
         for name in INTERMEDIATES:
-            names = tuple(f"layers.{i}.{name}" for i in range(CHAIN_MODEL[platform].layers)) if name in LAYER_INTERMEDIATES else (name,)
+            names = tuple(f"layers.{i}.{name}" for i in range(model.layers)) if name in LAYER_INTERMEDIATES else (name,)
             yield Cell(platform, "chain", subject, workload, name, strict=strict, names=names, facts=CHAIN_FACTS)
 
 
-def _layouts(platform: Platform) -> Iterator[Cell]:
+def _layouts(platform: Platform, workload: str, model: ModelShape) -> Iterator[Cell]:
     """What no update is needed for: the same samples in other layouts, and the gradients of one sample with and without neighbours."""
-    workload, everything = CHAIN_WORKLOAD[platform], trace_names(CHAIN_MODEL[platform].layers)
+    everything = trace_names(model.layers)
     for layout in LAYOUTS:
         yield Cell(platform, "chain", "rollout_layouts", workload, layout, strict=ROLLOUT, names=everything, facts=CHAIN_FACTS)
     for layout in LAYOUTS:
         yield Cell(platform, "chain", "train_layouts", workload, layout, strict=SCORING, names=everything, facts=CHAIN_FACTS)
-    learning, gradients = (*SCORING, *LEARNING), gradient_names(CHAIN_MODEL[platform])
+    learning, gradients = (*SCORING, *LEARNING), gradient_names(model)
     yield Cell(platform, "chain", "train_layouts", workload, "loss", strict=learning, names=("loss", "slope"), facts=CHAIN_FACTS)
     yield Cell(platform, "chain", "train_layouts", workload, "gradients", strict=learning, names=gradients, facts=CHAIN_FACTS)
 

@@ -61,8 +61,9 @@ TINY = ModelShape("tiny", 128, 256, 2, 16, 8, 32, 260, 512)
 """Runs in both real engines on a CPU; canonical TP 8 divides it, two query heads share a KV head, most of its vocabulary is padding."""
 
 QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 36, 32, 8, 128, 151936, 40960)
-QWEN3_8B_4 = replace(QWEN3_8B, name="qwen3-8b-4layers", layers=4)
-"""Full width at a depth whose weights, gradients, masters and moments fit one card beside a rollout engine, several times over."""
+QWEN3_8B_UPDATED = replace(QWEN3_8B, name="qwen3-8b-2layers-vocab16000", layers=2, vocab_size=16000, max_positions=4096)
+"""Layers of full width; depth and vocabulary are cut so that weights, gradients, masters and moments of several engines fit one card, and a
+publication takes seconds."""
 
 
 @dataclass(frozen=True)

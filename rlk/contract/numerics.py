@@ -106,3 +106,5 @@ class Numerics:
 
 
 DEFAULT = Numerics()
+HOPPER = Numerics(kv_tile=64, kv_split=256)
+"""Attention tiles and splits that suit a Hopper card; the default's are small, so that short tests cross their edges."""

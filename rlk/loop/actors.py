@@ -132,7 +132,7 @@ class RolloutActor(_Process):
 
 
 class TrainActor(_Process):
-    """A Megatron trainer, built anew for every run; it is never given a rollout's logprobs."""
+    """A Megatron trainer, built anew for another checkpoint; it is never given a rollout's logprobs."""
 
     def __init__(self, mode: Mode, device: Device, numerics: Numerics, port: int) -> None:
         self._mode, self._device, self._numerics, self._port = mode, device, numerics, port
@@ -143,22 +143,19 @@ class TrainActor(_Process):
 
     @_plain_errors
     def open(self, checkpoint: Path, micro_batch_size: int, grpo: GrpoParams, adam: AdamParams) -> None:
-        """Build the model from ``checkpoint``, whose weights are also the reference of the KL term."""
+        """Build the model from ``checkpoint``, whose weights are also the reference of the KL term, unless it was built from it before;
+        :meth:`adopt` takes it back to its weights."""
         from rlk.kernels import dispatch
         from rlk.train.trainer import MegatronTrainer
 
-        self._trainer = None
-        gc.collect()
-        self._trainer = MegatronTrainer(
-            checkpoint,
-            mode=self._mode,
-            device=self._device,
-            numerics=self._numerics,
-            micro_batch_size=micro_batch_size,
-            grpo=grpo,
-            adam=adam,
-            port=self._port,
-        )
+        if self._trainer is None or self._trainer.checkpoint != Path(checkpoint):
+            self._trainer = None
+            gc.collect()
+            self._trainer = MegatronTrainer(
+                checkpoint, mode=self._mode, device=self._device, numerics=self._numerics, port=self._port, grpo=grpo, adam=adam
+            )
+        trainer = self._trainer
+        trainer.micro_batch_size, trainer.grpo, trainer.optimizer.params = micro_batch_size, grpo, adam
         dispatch.reset_readback()
 
     @_plain_errors

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import psutil
 
-from rlk.contract.numerics import DEFAULT, Numerics
+from rlk.contract.numerics import Numerics
 from rlk.loop.actors import EngineFault, Mode, RolloutActor, TrainActor
-from rlk.loop.profile import Device
+from rlk.loop.profile import NUMERICS, Device
 
 OBJECT_STORE_BYTES = 128 << 20
 GPU_SHARE = 0.25
@@ -81,8 +81,9 @@ class Cluster:
     """Context manager. At most one actor per side, mode and rollout TP; runs that follow each other use the same ones.
 
     device: what every engine computes on; on "cuda" all of them share the first card, and :meth:`stop` frees what they hold there.
-    ray_address: HOST:PORT of a running cluster on this host, which is left running; None starts one that listens on loopback only, without
-    dashboard, and is stopped at the end. port: trainer rendezvous, 0 for a free one. timeout_s: longest wait for any answer.
+    numerics: None takes those of the device. ray_address: HOST:PORT of a running cluster on this host, which is left running; None starts
+    one that listens on loopback only, without dashboard, and is stopped at the end. port: trainer rendezvous, 0 for a free one.
+    timeout_s: longest wait for any answer.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class Cluster:
         device: Device = "cpu",
         ray_address: str | None = None,
         port: int = 0,
-        numerics: Numerics = DEFAULT,
+        numerics: Numerics | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self.device = device
-        self.ray_address, self.port, self.numerics, self.timeout_s = ray_address, port, numerics, timeout_s
+        self.ray_address, self.port, self.numerics, self.timeout_s = ray_address, port, numerics or NUMERICS[device], timeout_s
         self._actors: dict[tuple[Side, Mode, int], Remote] = {}
 
     def __enter__(self) -> Cluster:

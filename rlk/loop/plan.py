@@ -21,7 +21,7 @@ from rlk.contract.update import AdamParams, GrpoParams
 from rlk.evidence.rundir import new_run_id
 from rlk.loop.arithmetic import Problem, problems
 from rlk.loop.labels import LABEL_FILE, verify_checkpoint
-from rlk.loop.profile import DEFAULT_MODEL, Device, Profile
+from rlk.loop.profile import DEFAULT_MODEL, NUMERICS, Device, Profile
 from rlk.loop.tokenizer import TextTokenizer
 from rlk.model.config import Qwen3Config
 from rlk.model.weights import load_checkpoint
@@ -215,7 +215,8 @@ def describe(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _topology(profile: Profile, mode: EngineMode) -> Topology:
-    topology = Topology(tp=profile.tp, cp=profile.cp, rollout_tp=profile.rollout_tp, rollout_cp=profile.rollout_cp)
+    numerics = NUMERICS[profile.device]
+    topology = Topology(tp=profile.tp, cp=profile.cp, rollout_tp=profile.rollout_tp, rollout_cp=profile.rollout_cp, numerics=numerics)
     for name in ("tp", "cp", "rollout_cp"):
         if getattr(topology, name) != 1:
             raise PlanError(f"{name}={getattr(topology, name)} does not run on {profile.device}: tp, cp and rollout_cp are 1 in the loop")

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rlk.contract.numerics import DEFAULT, HOPPER, Numerics
+
 PREFIX = "RLK_REPRO_"
 DEFAULT_FILE = Path(".rlk-profile.json")
 DEFAULT_MODEL = Path("artifacts/models/tiny")
@@ -21,6 +23,8 @@ DEFAULT_MODEL = Path("artifacts/models/tiny")
 
 Device = Literal["cpu", "cuda"]
 """What both engines of a run compute on. Nobody guesses it: a run is repeated where it was made."""
+NUMERICS: dict[Device, Numerics] = {"cpu": DEFAULT, "cuda": HOPPER}
+"""Within which numerics a device's engines promise equal bytes."""
 
 ALIASES = {
     "tp_size": "tp",

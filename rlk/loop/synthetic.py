@@ -19,14 +19,14 @@ from pathlib import Path
 
 import torch
 
-from rlk.contract.models import QWEN3_8B, TINY, ModelShape
+from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY, ModelShape
 from rlk.loop.labels import LABEL_FILE, PrepareError, SyntheticLabel, shape_config
 from rlk.loop.tokenizer import byte_tokenizer_files
 from rlk.model.config import CheckpointError, Qwen3Config
 from rlk.model.layout import hf_shapes
 from rlk.model.weights import model_hash, save_checkpoint
 
-SHAPES: dict[str, ModelShape] = {shape.name: shape for shape in (TINY, QWEN3_8B)}
+SHAPES: dict[str, ModelShape] = {shape.name: shape for shape in (TINY, QWEN3_8B, QWEN3_8B_UPDATED)}
 GENERATOR = "splitmix64-four-fields-1"
 LOGIT_STD = 4.0
 GAIN_STD = 0.1
