@@ -128,6 +128,7 @@ def eager(report: Report) -> None:
     engine, root = start("eager", enforce_eager=True)
     report.holds("an eager engine captures nothing", engine.readback()["cudagraphs"] == [])
     keep("eager", everything(engine, root))
+    engine.close()
 
 
 def apart(report: Report) -> None:
@@ -171,6 +172,7 @@ def graphs(report: Report) -> None:
         engine.reset_prefix_cache()
         same = all(a.logprobs[0] == b.logprobs[cut] and a.token_ids[0] == b.token_ids[cut] for a, b in zip(engine.generate(read), decoded))
         report.holds("a prompt of the same tokens predicts the next one", same, cut=cut)
+    engine.close()
 
 
 def together(report: Report) -> None:
