@@ -32,6 +32,7 @@ from rlk.model.weights import load_checkpoint
 
 T = TypeVar("T")
 
+MODES: tuple[EngineMode, ...] = ("native", "strict")
 PROMPTS, GROUP, KL_COEF = 8, 8, 1e-2
 """Of one update in an integration cell: 64 samples."""
 
@@ -117,12 +118,22 @@ class Runs:
     def arm(self, train: EngineMode, rollout: EngineMode) -> RunSummary:
         """One update in which each side is strict or native; sampling does not truncate, since a native engine returns no retained ids."""
         name = f"arm-{train}-{rollout}"
+        self._start_engines()
 
         def make() -> RunSummary:
             plan = self.plan(name, SamplingParams(), steps=1, prompts=4, group_size=4)
             return self.run(plan.model_copy(update={"train_mode": train, "rollout_mode": rollout}))
 
         return self.once(name, make)
+
+    def _start_engines(self) -> None:
+        """On a card, whose host has the cores for it, start the engines of all arms at once; a run that opens one waits for it."""
+        if self.platform == "cpu" or "engines" in self._done:
+            return
+        self._done["engines"] = plan = self.plan("engines", SamplingParams(), steps=1)
+        for mode in MODES:
+            self.cluster.rollout(mode).start("open", plan.checkpoint.path, plan.context)
+            self.cluster.train(mode).start("open", plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
 
     def chain(self, cell: Cell) -> Chain:
         """Traced passes of both engines over the same tokens, under the weights that the cell's workload names."""

@@ -26,7 +26,7 @@ Identity = tuple[int, str]
 
 ROLLOUT_OPTIONS: dict[Device, dict[str, Any]] = {
     "cpu": {},
-    "cuda": {"kv_cache_bytes": 8 << 30, "max_num_batched_tokens": 2048, "max_num_seqs": 128},
+    "cuda": {"kv_cache_bytes": 6 << 30, "max_num_batched_tokens": 2048, "max_num_seqs": 128},
 }
 """Sizes of vLLM in the loop where they are not its defaults here; on the card the trainer needs most of the memory."""
 
