@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from report import Report, main
 
+from rlk.contract.numerics import HOPPER
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
 from rlk.kernels import serving
@@ -85,7 +86,7 @@ def start(name: str, **options: Any) -> tuple[VllmEngine, Path]:
     root = Path(tempfile.mkdtemp())
     prepare_synthetic("qwen3-8b", root / "first", layers=2)
     engine = VllmEngine(
-        root / "first", mode="strict", device="cuda", max_model_len=1024, max_num_batched_tokens=BUDGET, max_num_seqs=40,
+        root / "first", mode="strict", device="cuda", numerics=HOPPER, max_model_len=1024, max_num_batched_tokens=BUDGET, max_num_seqs=40,
         kv_cache_bytes=1 << 30, stop_token_ids=(), **options,
     )  # fmt: skip
     print(name, engine.readback()["versions"], flush=True)

@@ -103,7 +103,7 @@ class VllmEngine:
         eager = device == "cpu" if enforce_eager is None else enforce_eager
         if device == "cpu" and not eager:
             raise EngineRefusal("enforce_eager=False on the CPU: vLLM captures graphs on a card only")
-        sizes = [] if eager else sorted(set(cudagraph_sizes or default_cudagraph_sizes(max_num_seqs)))
+        sizes = [] if eager else sorted(set(cudagraph_sizes or default_cudagraph_sizes(min(max_num_seqs, max_num_batched_tokens))))
         if mode == "native" and tensor_parallel_size > 1:
             raise EngineRefusal(f"mode='native' with tensor_parallel_size={tensor_parallel_size}: run the native engine on one rank")
         self.mode, self.device, self.numerics, self.max_model_len = mode, device, numerics, max_model_len
@@ -339,10 +339,10 @@ class VllmEngine:
             raise EngineRefusal(f"native engine holds modules of rlk: {', '.join(strangers)}")
 
 
-def default_cudagraph_sizes(max_num_seqs: int) -> list[int]:
+def default_cudagraph_sizes(most: int) -> list[int]:
     """Rows of the graphs of a strict engine: 1, 2, 4, then steps of 8 to 256 and of 16 beyond, and the most rows that a step can have."""
     steps = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)]
-    return sorted({size for size in steps if size <= max_num_seqs} | {min(max_num_seqs, LARGEST_GRAPH)})
+    return sorted({size for size in steps if size <= most} | {min(most, LARGEST_GRAPH)})
 
 
 def _prepare_environment(separate_process: bool, ranks: int) -> None:
