@@ -18,6 +18,7 @@ from planting import planted_module
 from report import Report, graphed, main
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from rlk.contract.numerics import HOPPER
 from rlk.kernels.attention import attention, attention_with_lse, paged_attention, reference, triton_forward
 from rlk.kernels.attention import triton as backend
 from rlk.kernels.attention.context import Segment, attend, delta, key_gradient, query_gradient
@@ -27,7 +28,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
 VENDOR = os.environ.get("FAMILY", "fixed-split") == "vendor-one-split"
 BACKEND = "vendor" if VENDOR else "triton"
-FAMILIES = ((128, 0),) if VENDOR else ((64, 1024), (128, 1024), (32, 64), (64, 0))
+FAMILIES = ((128, 0),) if VENDOR else ((HOPPER.kv_tile, HOPPER.kv_split), (128, 1024), (32, 64), (64, 0))
 TILE, SPLIT = FAMILIES[0]
 OTHER_HEADS = ((40, 8, 128), (4, 4, 64), (3, 1, 32)) if VENDOR else ((40, 8, 128), (12, 4, 96), (4, 4, 64), (3, 1, 32), (8, 2, 256))
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -159,7 +160,7 @@ def lengths_long(report: Report) -> None:
     for tile, split in FAMILIES[:2] + FAMILIES[3:]:
         name = f"{tile}/{split}"
         base = forward(b, (total,), tile, split)
-        edges = [edge + d for edge in range(1024, 32769, 1024) for d in (-1, 0, 1)]
+        edges = [edge + d for edge in range(split or 1024, 32769, split or 1024) for d in (-1, 0, 1)]
         for page in (16, 64):
             pages = Pages(b, page)
             spans = [(n - 1, n) for n in sorted({*edges, *lengths})]

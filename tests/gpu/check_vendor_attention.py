@@ -29,6 +29,7 @@ from rlk.acceptance.judge import judge_cell
 from rlk.acceptance.measure import measure
 from rlk.acceptance.ws1 import ws1_cells
 from rlk.contract.judgments import JUDGMENTS
+from rlk.contract.numerics import HOPPER
 from rlk.evidence.schema import CellRecord, Status
 from rlk.kernels.attention import attention, paged_attention
 from rlk.kernels.attention.vendor import CALLS
@@ -36,6 +37,9 @@ from rlk.kernels.attention.vendor_certificate import CERTIFICATES, certify
 from rlk.kernels.attention.vendor_library import LIBRARY
 from rlk.kernels.certificate import VendorNotCertified
 from rlk.kernels.registry import declared_kernels
+
+FA3: dict[str, Any] = {"kv_tile": 128, "kv_split": 0, "backend": "vendor"}
+TRITON: dict[str, Any] = {"kv_tile": HOPPER.kv_tile, "kv_split": HOPPER.kv_split, "backend": "triton"}
 
 
 @contextmanager
@@ -94,7 +98,7 @@ def certificate(report: Report) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                attention(b.q, b.k, b.v, cu, scale=SCALE, kv_tile=128, kv_split=0, backend="vendor")
+                attention(b.q, b.k, b.v, cu, scale=SCALE, **FA3)
             report.holds("nothing is certified during a capture", False)
         except VendorNotCertified as error:
             report.holds("nothing is certified during a capture", True, says=str(error))
@@ -149,7 +153,7 @@ def planted(report: Report) -> None:
     pages = Pages(b, 64)
     starts, ends = torch.tensor([0, 1, 2], device="cuda"), torch.tensor([300, 2500], device="cuda")
     narrow = [pages.table.repeat(2, 1), starts.int(), ends.int()]
-    out = paged_attention(b.q[ends - 1], pages.cache, *narrow, scale=SCALE, kv_tile=128, kv_split=0, backend="vendor")
+    out = paged_attention(b.q[ends - 1], pages.cache, *narrow, scale=SCALE, **FA3)
     report.same("offsets and lengths as int32", "decode", out, right[ends - 1])
 
 
@@ -160,9 +164,9 @@ def _prefill(report: Report, n: int, batch: int) -> None:
     raw = partial(LIBRARY.forward, b.q, b.k, b.v, scale=SCALE, q_starts=starts, k_starts=starts, most_rows=n, most_keys=n)
     run = partial(attention, b.q, b.k, b.v, cu, scale=SCALE)
     arms: dict[str, Callable[[], Any]] = {
-        "fa3 one split": graphed(partial(run, kv_tile=128, kv_split=0, backend="vendor"))[0],
+        "fa3 one split": graphed(partial(run, **FA3))[0],
         "library alone": graphed(raw)[0],
-        "triton 64/1024": graphed(partial(run, kv_tile=64, kv_split=1024, backend="triton"))[0],
+        "triton fixed split": graphed(partial(run, **TRITON))[0],
         "sdpa": graphed(lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True))[0],
     }
     with library(num_splits=0):
@@ -175,10 +179,10 @@ def _decode(report: Report, n: int, batch: int) -> None:
     table = torch.randperm(len(cache), device="cuda").int().view(batch, -1)
     q, starts, ends = make(batch).q, torch.arange(batch + 1, device="cuda"), torch.full((batch,), n, device="cuda")
     run = partial(paged_attention, q, cache, table, starts, ends, scale=SCALE)
-    one = partial(run, kv_tile=128, kv_split=0, backend="vendor")
+    one = partial(run, **FA3)
     arms: dict[str, Callable[[], Any]] = {
         "fa3 one split": graphed(one)[0],
-        "triton 64/1024": graphed(partial(run, kv_tile=64, kv_split=1024, backend="triton"))[0],
+        "triton fixed split": graphed(partial(run, **TRITON))[0],
     }
     with library(num_splits=0):
         arms["fa3 automatic"] = graphed(one)[0]
@@ -195,10 +199,9 @@ def times(report: Report) -> None:
     table, starts = torch.zeros(64, 4, dtype=torch.int32, device="cuda"), torch.arange(65, device="cuda")
     cache = torch.zeros(1, KV_HEADS, 16, 2 * DIM, device="cuda").bfloat16()
     arms: dict[str, Callable[[], Any]] = {}
-    for backend, tile, split in (("vendor", 128, 0), ("triton", 64, 1024)):
-        sizes: dict[str, Any] = {"scale": SCALE, "kv_tile": tile, "kv_split": split, "backend": backend}
-        arms[f"attention {backend}"] = partial(attention, b.q, b.k, b.v, cu, **sizes)
-        arms[f"paged {backend}"] = partial(paged_attention, b.q, cache, table, starts, starts[1:], **sizes)
+    for name, sizes in (("fa3", FA3), ("triton", TRITON)):
+        arms[f"attention {name}"] = partial(attention, b.q, b.k, b.v, cu, scale=SCALE, **sizes)
+        arms[f"paged {name}"] = partial(paged_attention, b.q, cache, table, starts, starts[1:], scale=SCALE, **sizes)
     report.host_time("host time of a call", arms)
     for n, batch in ((512, 8), (2048, 4), (8192, 1), (32768, 1)):
         _prefill(report, n, batch)
