@@ -108,7 +108,9 @@ class Cluster:
         if ray.is_initialized():
             raise ClusterError("Ray is already in use by this process: run it from another one")
         before = set(listeners(psutil.Process()))
-        local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if self.ray_address is None else {}
+        # Ray starts one idle process per CPU ahead; the engines reserve none.
+        own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "num_cpus": 1}
+        local = own if self.ray_address is None else {}
         try:
             ray.init(address=self.ray_address or "local", log_to_driver=False, configure_logging=False, **local)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
