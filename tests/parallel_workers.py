@@ -23,10 +23,15 @@ from rlk.parallel.transport import Transport
 def group(
     rank: int, size: int, port: int, *, agreement: str = "same", timeout: float = 60, transport: Transport = "gloo"
 ) -> Iterator[Group]:
-    link = join(rank, [f"rank {r}" for r in range(size)], port, agreement, timeout=timeout, transport=transport)
+    """``transport`` "nccl" stands for what a rank does around NCCL's calls, here on calls of gloo."""
+    link = join(
+        rank, [f"rank {r}" for r in range(size)], port, agreement, timeout=timeout, transport="gloo" if transport == "nccl" else transport
+    )
+    link.transport = transport
     try:
         yield Group("world", link, dist.group.WORLD)
     finally:
+        link.transport = "gloo"
         leave(link)
 
 

@@ -17,7 +17,7 @@ from rlk.parallel.pool import Pool, free_port, require
 
 WORKERS = Path(__file__).with_name("parallel_workers.py")
 COUNTS = (1, 3, 4, 7, 64, 1001)
-MESSAGES = {"gloo": (1 << 28, 64, 4), "shm": (1 << 26, 1 << 11)}
+MESSAGES = {"gloo": (1 << 28, 64, 4), "shm": (1 << 26, 1 << 11), "nccl": (1 << 28, 1 << 11)}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().view(torch.uint8).flatten().tolist()
 
 
-@pytest.mark.parametrize(("size", "transport"), [(2, "gloo"), (4, "gloo"), (2, "shm"), (4, "shm")])
+@pytest.mark.parametrize(("size", "transport"), [(2, "gloo"), (4, "gloo"), (2, "shm"), (4, "shm"), (4, "nccl")])
 def test_sums_are_tree_sums_at_every_message_size(pool: Pool, size: int, transport: str) -> None:
     answers = run(pool, size, "sums", COUNTS, MESSAGES[transport], transport)
     differs = 0
@@ -74,7 +74,7 @@ def test_traffic_is_what_a_rank_sends(pool: Pool) -> None:
         assert (gathered["calls"], gathered["bytes_sent"]) == (3, 3 * (16 + 16 + 16))
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", ["gloo", "shm", "nccl"])
 def test_gathers_move_bytes_exactly(pool: Pool, transport: str) -> None:
     expected = []
     for rank in range(4):

@@ -20,7 +20,7 @@ def pool() -> Iterator[Pool]:
         yield workers
 
 
-@pytest.mark.parametrize(("loser", "transport"), [(0, "gloo"), (2, "gloo"), (3, "gloo"), (1, "shm")])
+@pytest.mark.parametrize(("loser", "transport"), [(0, "gloo"), (2, "gloo"), (3, "gloo"), (1, "shm"), (1, "nccl")])
 def test_a_killed_rank_is_named_by_every_survivor(pool: Pool, loser: int, transport: str) -> None:
     start = time.monotonic()
     outcomes = pool.run(4, WORKERS, "lost", 4, free_port(), loser, "killed", 30.0, transport, timeout=60)
@@ -38,8 +38,9 @@ def test_a_rank_that_raised_and_left_is_named(pool: Pool) -> None:
     assert all(": rank 1 is gone" in outcomes[rank].value["error"] for rank in (0, 2, 3))
 
 
-def test_a_silent_rank_is_named_after_the_timeout(pool: Pool) -> None:
-    outcomes = pool.run(4, WORKERS, "lost", 4, free_port(), 2, "silent", 3.0, timeout=60)
+@pytest.mark.parametrize("transport", ["gloo", "shm", "nccl"])
+def test_a_silent_rank_is_named_after_the_timeout(pool: Pool, transport: str) -> None:
+    outcomes = pool.run(4, WORKERS, "lost", 4, free_port(), 2, "silent", 3.0, transport, timeout=60)
     for rank in (0, 1, 3):
         answer = outcomes[rank].value
         assert ": rank 2 does not answer: " in answer["error"]

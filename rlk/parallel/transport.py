@@ -63,7 +63,7 @@ class Nccl(Gloo):
 
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
         received = piece.new_empty((self.size, *piece.shape))
-        self._wait(dist.all_gather_into_tensor(received, piece, group=self.handle, async_op=True))
+        self._wait(dist.all_gather_into_tensor(received.view(-1), piece, group=self.handle, async_op=True))
         return received
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
