@@ -238,13 +238,13 @@ def main() -> int:
     if arguments.serve:
         serve(arguments.checkpoint, arguments.serve)
         return 0
-    from rlk.evidence.environment import freeze
+    from where import where
 
-    environment = freeze(Path.cwd())
+    found = where()
 
     def keep(result: dict[str, Any]) -> None:
         if arguments.results:
-            arguments.results.write_text(json.dumps({"environment": environment, **result}, indent=1) + "\n", encoding="utf-8")
+            arguments.results.write_text(json.dumps({"where": found, **result}, indent=1) + "\n", encoding="utf-8")
 
     result = measure(arguments.checkpoint, arguments.limit, keep)
     for problem in result["failed"]:

@@ -1,6 +1,6 @@
 """One training step on one card: Megatron-core as it comes (local layers, torch's operators) against rlk strict, step by step in one run.
 
-    PYTHONPATH=. python3 benchmarks/e2e/training.py artifacts/models/qwen3-8b-4layers-synthetic results.json
+    PYTHONPATH=. python3 benchmarks/e2e/training.py DIR results.json
 
 A step is forward, loss, backward, gradient norm and Adam; hashes and files are left out of both. The strict arm first proves its bytes:
 two steps from the same weights leave equal gradients. Where they differ, no time is shown.
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from where import where
 
 from rlk.contract.numerics import HOPPER
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
-from rlk.evidence.environment import freeze
 from rlk.train.batch import Sample
 from rlk.train.objective import BatchLoss
 from rlk.train.trainer import MegatronTrainer
@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("results", type=Path, nargs="?")
     arguments = parser.parse_args()
-    result = {"environment": freeze(Path.cwd()), **measure(arguments.checkpoint)}
+    result = {"where": where(), **measure(arguments.checkpoint)}
     if arguments.results:
         arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if result["differ"]:
