@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -254,6 +255,19 @@ def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(vendor.LIBRARY.__dict__, "path", None)
     with pytest.raises(BackendUnavailable, match=r"FlashAttention 3 of a vLLM for CUDA: install rlk\[cuda\]"):
         vendor.forward(q, k, v, torch.tensor([Segment(0, 4, 0, 0, 4)]), SCALE, TILE, 0)
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_its_cells_have_a_test_only_where_the_library_is(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+    """Elsewhere nothing judges them: they are MISSING."""
+    monkeypatch.setattr(type(vendor.LIBRARY), "available", available)
+    found = importlib.util.spec_from_file_location("cells_of_ws1", Path(__file__).parents[1] / "acceptance" / "test_ws1.py")
+    assert found is not None
+    assert found.loader is not None
+    cells = importlib.util.module_from_spec(found)
+    found.loader.exec_module(cells)
+    covered = [mark.kwargs for function in vars(cells).values() for mark in getattr(function, "pytestmark", [])]
+    assert ({"scope": "ws1", "backend": "vendor", "subject": "attention"} in covered) is available
 
 
 # The copies
