@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -108,14 +107,13 @@ class Shm(Gloo):
         return received
 
     def _map(self, members: list[int]) -> list[torch.Tensor]:
-        """Mailboxes of the members, in order: a file of each in shared memory, which nobody can open once all have mapped it."""
-        descriptor, own = tempfile.mkstemp(prefix="rlk-mailbox-", dir="/dev/shm")
+        """Mailboxes of the members, in order: memory of each without a name in any file system, which ends with its last process."""
+        descriptor = os.memfd_create("rlk-mailbox")
         os.ftruncate(descriptor, MAILBOX_BYTES)
-        os.close(descriptor)
-        every = self.link.share(own)
+        every = self.link.share(f"/proc/{os.getpid()}/fd/{descriptor}")
         boxes = [torch.from_file(every[rank], shared=True, size=MAILBOX_BYTES, dtype=torch.uint8) for rank in members]
         dist.barrier(group=self.handle)
-        os.unlink(own)
+        os.close(descriptor)
         return boxes
 
     def _pass(self, sent: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> None:
