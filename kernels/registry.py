@@ -7,6 +7,7 @@ from rlk.kernels.attention.cpu import LIBRARY as ATTENTION
 from rlk.kernels.attention.vendor_library import LIBRARY as FLASH_ATTENTION
 from rlk.kernels.batch_invariant_logp.cpu import LIBRARY as BATCH_INVARIANT_LOGP
 from rlk.kernels.det_gemm.cpu import LIBRARY as DET_GEMM
+from rlk.kernels.det_gemm.sm90 import SOURCE as HOPPER_PRODUCTS
 from rlk.kernels.det_gemm.vendor import LIBRARY as CUBLASLT
 from rlk.kernels.embedding.cpu import LIBRARY as EMBEDDING
 from rlk.kernels.logp.cpu import LIBRARY as LOGP
@@ -41,10 +42,11 @@ def declared_kernels() -> dict[str, tuple[str, ...]]:
     """Kernel id → operators that may report it on this machine. Nothing is built.
 
     CPU ids are computed from source, flags, compiler and CPU, Triton ids from source and options, those of vendor libraries from source and
-    version where they are installed; operators share the same sources in all of them.
+    version where they are installed, those in CUDA C++ from source and flags; operators share the same sources in all of them.
     """
     cpu = {library.kernel_id: operators for library, operators in _OPERATORS.items()}
     triton = {TritonSource(op).kernel_id: operators for op, operators in _TRITON.items()}
+    cuda = {HOPPER_PRODUCTS.kernel_id: _OPERATORS[DET_GEMM]}
     vendor: dict[str, tuple[str, ...]] = {CUBLASLT.kernel_id: ("det_gemm", "lm_head")} if CUBLASLT.available else {}
     vendor |= {FLASH_ATTENTION.kernel_id: ("attention",)} if FLASH_ATTENTION.available else {}
-    return cpu | triton | vendor
+    return cpu | triton | cuda | vendor

@@ -2,7 +2,7 @@
 
 The instruction adds a group of 16 products at once whatever the tile, so every tile gives the same bytes as long as a leaf starts a new
 accumulator and its tail is filled with +0. Leaves are joined by the tree of adjacent pairs, in registers or, where there are few rows,
-from an fp32 workspace that separate programs filled.
+from an fp32 workspace that separate programs filled. On Hopper some shapes run kernels in CUDA C++ instead (``sm90``).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,9 @@ from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.fold import fold_leaves
 from rlk.kernels._triton.launch import platform, processors
 from rlk.kernels._triton.numerics import with_quiet_nan
+from rlk.kernels.det_gemm import sm90
 from rlk.kernels.det_gemm.cpu import det_gemm, det_gemm_input_grad
+from rlk.kernels.det_gemm.sm90_plans import product_plan
 from rlk.kernels.det_gemm.triton_tiles import Tile, product_tile, token_tile
 
 SOURCE = TritonSource("det_gemm")
@@ -297,17 +299,27 @@ def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 def product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype) -> torch.Tensor:
     """x·wᵀ: [T, K] and [N, K] to [T, N], contracted over K in ``splits`` leaves."""
     out = x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
-    tile, whole = product_tile(platform(), out.shape[0], out.shape[1], x.shape[1] // splits, splits)
-    contract(op, _contiguous_rows(x), _contiguous_rows(w), False, splits, out, tile, whole)
+    _contract_by_shape(op, _contiguous_rows(x), _contiguous_rows(w), False, splits, out)
     return out
 
 
 def input_grad(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """dy·w: [T, N] and [N, K] to [T, K], contracted over N in ``splits`` leaves."""
     out = w.new_empty(dy.shape[0], w.shape[1], dtype=out_dtype)
-    tile, whole = product_tile(platform(), out.shape[0], out.shape[1], dy.shape[1] // splits, splits)
-    contract(op, _contiguous_rows(dy.to(w.dtype)), _contiguous_rows(w), True, splits, out, tile, whole)
+    _contract_by_shape(op, _contiguous_rows(dy.to(w.dtype)), _contiguous_rows(w), True, splits, out)
     return out
+
+
+def _contract_by_shape(op: str, a: torch.Tensor, b: torch.Tensor, transposed: bool, splits: int, out: torch.Tensor) -> None:
+    """out = a·bᵀ (a·b when transposed) by the row of the tables for this card and shape; every row gives the same bytes."""
+    depth = a.shape[1] // splits
+    rows, columns = out.shape
+    plan = product_plan(rows, columns, depth, splits, transposed) if sm90.takes(a, b, out, splits, depth) else None
+    if plan:
+        sm90.contract(op, a, b, transposed, splits, out, plan)
+    else:
+        tile, whole = product_tile(platform(), rows, columns, depth, splits)
+        contract(op, a, b, transposed, splits, out, tile, whole)
 
 
 def weight_grad(

@@ -1,0 +1,158 @@
+"""Compile-once loader for CUDA C++ sources, through the runtime compiler that torch ships; nothing but torch and the driver is needed.
+
+A compiled kernel is cached under a hash of its sources, definitions, flags and the compiler's version, so that no other checkout's build
+can be loaded. Importing this needs neither a card nor the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from rlk.kernels._native.build import NativeBuildError, cache_root
+from rlk.kernels.dispatch import record
+
+FLAGS = ("--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+_MOST_SHARED_BYTES = 8
+"""The driver's number of the attribute "dynamic shared memory, at most"."""
+
+Argument = ctypes.Structure | ctypes.Array[ctypes.c_uint64]
+
+
+class CudaSource:
+    """One operator's CUDA C++ source, compiled per set of definitions.
+
+    ``kernel_id`` is ``cuda:<op>:<first 12 hex digits of the hash>``; the hash covers ``files`` (the source first) and the flags.
+    """
+
+    def __init__(self, op: str, *files: Path) -> None:
+        self.op = op
+        self.files = files
+
+    @functools.cached_property
+    def digest(self) -> str:
+        sha = hashlib.sha256("|".join(FLAGS).encode())
+        for path in (*self.files, Path(__file__)):
+            sha.update(path.read_bytes())
+        return sha.hexdigest()
+
+    @property
+    def kernel_id(self) -> str:
+        return f"cuda:{self.op}:{self.digest[:12]}"
+
+    def compiled(self, definitions: Mapping[str, int], headers: Mapping[str, str]) -> bytes:
+        """The machine code for ``definitions``, with generated ``headers``, from the cache or the compiler."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        _checked_nvrtc("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        options = [*FLAGS, *(f"-D{name}={value}" for name, value in definitions.items())]
+        key = f"{self.digest} {major.value}.{minor.value} {options} {sorted(headers.items())}"
+        target = cache_root() / f"{self.op}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{target}.lock"):
+                if not target.exists():
+                    partial = target.with_suffix(f".{os.getpid()}.tmp")
+                    partial.write_bytes(_compile(self.files[0], options, headers))
+                    partial.rename(target)
+        return target.read_bytes()
+
+
+class CudaKernel:
+    """One function of a compiled source, on one card. shared: bytes of dynamic shared memory; threads: per block."""
+
+    def __init__(self, code: bytes, name: str, device: torch.device, threads: int, shared: int) -> None:
+        self.threads, self.shared = threads, shared
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()
+            _checked("cuModuleLoadData", ctypes.byref(module), code)
+        _checked("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
+        _checked("cuFuncSetAttribute", self._function, _MOST_SHARED_BYTES, shared)
+
+    def launch(self, blocks: int, arguments: Sequence[Argument], device: torch.device) -> None:
+        """Run on torch's current stream; ``arguments`` as the kernel's parameters lie in memory."""
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        with torch.cuda.device(device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            _checked("cuLaunchKernel", self._function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, pointers, None)
+
+
+def tensor_maps(data: int, shape: tuple[int, int], stride: int, boxes: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
+    """The copy engine's views of a bf16 matrix at ``data``, ``stride`` elements between rows, one after the other.
+
+    One view per entry of ``boxes``: that many rows of 64 values at a time, swizzled over 128 bytes. What lies outside reads as +0. Address
+    and rows must be 16-byte aligned.
+    """
+    words = 16
+    room = (ctypes.c_uint64 * (words * len(boxes) + 8))()
+    start = -ctypes.addressof(room) % 64
+    sizes, strides, steps = (ctypes.c_uint64 * 2)(shape[1], shape[0]), (ctypes.c_uint64 * 1)(stride * 2), (ctypes.c_uint32 * 2)(1, 1)
+    bf16, no_interleave, swizzle_128, promote_256, zeros = 9, 0, 3, 3, 0
+    for i, rows in enumerate(boxes):
+        view = ctypes.byref(room, start + 8 * words * i)
+        _checked(
+            "cuTensorMapEncodeTiled", view, bf16, 2, ctypes.c_void_p(data), sizes, strides, (ctypes.c_uint32 * 2)(64, rows), steps,
+            no_interleave, swizzle_128, promote_256, zeros,
+        )  # fmt: skip
+    return (ctypes.c_uint64 * (words * len(boxes))).from_buffer(room, start)
+
+
+def ran(op: str, source: CudaSource) -> None:
+    """Record ``op`` as run by ``source``, whose kernels stand in the table of the backend "triton" beside Triton's own."""
+    record(op, "triton", source.kernel_id)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _checked(function: str, *arguments: object) -> None:
+    error = getattr(_driver(), function)(*arguments)
+    if error:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(error, ctypes.byref(text))
+        raise RuntimeError(f"{function}: {(text.value or b'unknown error').decode()} ({error})")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    major = str(torch.version.cuda).split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    beside = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
+    try:
+        return ctypes.CDLL(str(beside[0]) if beside else name)
+    except OSError as error:
+        raise NativeBuildError(f"no {name}: install torch's CUDA runtime compiler, the package nvidia-cuda-nvrtc") from error
+
+
+def _checked_nvrtc(function: str, *arguments: object) -> None:
+    error = getattr(_nvrtc(), function)(*arguments)
+    if error:
+        raise NativeBuildError(f"{function} failed with error {error}")
+
+
+def _compile(source: Path, options: Sequence[str], headers: Mapping[str, str]) -> bytes:
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
+    names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
+    _checked_nvrtc(
+        "nvrtcCreateProgram", ctypes.byref(program), source.read_bytes(), source.name.encode(), len(headers), texts, names
+    )  # fmt: skip
+    failed = _nvrtc().nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
+    if failed:
+        _checked_nvrtc("nvrtcGetProgramLogSize", program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        _checked_nvrtc("nvrtcGetProgramLog", program, log)
+        raise NativeBuildError(f"{source.name} does not compile: {log.value.decode().strip()[:2000]}")
+    _checked_nvrtc("nvrtcGetCUBINSize", program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    _checked_nvrtc("nvrtcGetCUBIN", program, code)
+    return code.raw

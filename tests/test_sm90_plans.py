@@ -1,0 +1,71 @@
+"""Hopper products: every plan fits a multiprocessor, and the id covers source and plans. Bytes are judged on a card."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlk.contract.models import QWEN3_8B
+from rlk.contract.workloads import GEMM_ROWS
+from rlk.kernels._native.cuda import CudaSource
+from rlk.kernels.det_gemm import sm90
+from rlk.kernels.det_gemm.sm90_plans import DEPTH, MOST_LEAVES, Plan, desks, product_plan, stage_bytes
+from rlk.kernels.registry import declared_kernels
+
+SHARED_BYTES = 227 * 1024
+ROWS = sorted({1, 16, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 2048, 4096, 8192, *GEMM_ROWS})
+CASES = [(rows, g.n, g.k, leaves, False) for rows in ROWS for g in QWEN3_8B.gemms() for leaves in (1, MOST_LEAVES)] + [
+    (rows, g.k, g.n, leaves, True) for rows in ROWS for g in QWEN3_8B.gemms() for leaves in (1, MOST_LEAVES)
+]
+CHOSEN = {(plan, leaves) for rows, n, k, leaves, across in CASES if (plan := product_plan(rows, n, k // leaves, leaves, across))}
+
+
+def test_some_shapes_of_either_order_have_a_plan() -> None:
+    assert {leaves for _, leaves in CHOSEN} == {1, MOST_LEAVES}
+
+
+@pytest.mark.parametrize(("plan", "leaves"), sorted(CHOSEN, key=str), ids=str)
+def test_a_plan_fits_a_multiprocessor(plan: Plan, leaves: int) -> None:
+    assert plan.columns % 8 == 0
+    assert 8 <= plan.columns <= 256
+    assert leaves % plan.groups == 0
+    assert (plan.columns // 8) % plan.groups == 0
+    waiting = desks(plan, leaves // plan.groups)
+    workers = 128 * plan.consumers
+    assert plan.stages * (stage_bytes(plan, True) + 16) + 4 * workers * sum(waiting.shared) + 1024 <= SHARED_BYTES
+    assert 4 * workers * plan.columns // 2 + 1024 <= SHARED_BYTES
+    floats = plan.columns // 2
+    for level in range((leaves // plan.groups).bit_length() - 1):
+        held = waiting.kept[level] + waiting.shared[level]
+        assert held <= floats
+        assert held == floats or (level > 0 and waiting.workspace == 2 * floats * workers)
+
+
+def test_leaves_that_fit_nowhere_on_the_card_are_refused() -> None:
+    with pytest.raises(ValueError, match="fewer stages"):
+        desks(Plan(2, 256, 4), 8)
+
+
+def test_only_hopper_and_whole_stages_come_here() -> None:
+    x = torch.ones(8, 2 * DEPTH, dtype=torch.bfloat16)
+    assert not sm90.takes(x, x, torch.empty(8, 8), 1, 2 * DEPTH)
+    assert product_plan(64, 6144, 512, 4, False) is None
+    assert product_plan(4096, 4096, 4096, 1, True) is None
+
+
+def test_the_instruction_names_every_accumulator_once() -> None:
+    text = sm90._instruction(48, False, True)
+    assert "m64n48k16.f32.bf16.bf16" in text
+    assert [int(i) for i in re.findall(r'"\+f"\(acc\[(\d+)\]\)', text)] == list(range(24))
+    assert text.count(", 0, 1;") == 1
+
+
+def test_the_kernel_id_is_declared_and_covers_the_source(tmp_path: Path) -> None:
+    assert re.fullmatch(r"cuda:det_gemm:[0-9a-f]{12}", sm90.SOURCE.kernel_id)
+    assert declared_kernels()[sm90.SOURCE.kernel_id] == ("det_gemm", "lm_head", "batch_invariant_logp")
+    changed = tmp_path / "sm90.cu.h"
+    changed.write_text(sm90.SOURCE.files[0].read_text() + "\n")
+    assert CudaSource("det_gemm", changed, *sm90.SOURCE.files[1:]).kernel_id != sm90.SOURCE.kernel_id
