@@ -75,6 +75,8 @@ class Topologies:
     def __init__(self, checkpoint: Path, scratch: Path, platform: Platform, size: int = 8) -> None:
         self.checkpoint, self.scratch, self.job, self.layouts = checkpoint, scratch, JOB[platform], LAYOUTS[platform]
         self.pool = Pool(size, ENGINES if platform == "cpu" else ())
+        if platform != "cpu":
+            require(self.pool.run(size, WORKER, "ready"))
         self._done: dict[str, Run | Exception] = {}
 
     def reference(self) -> Run:

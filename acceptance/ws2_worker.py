@@ -57,6 +57,10 @@ def samples(layout: str) -> list[Sample]:
     return made
 
 
+def ready(rank: int) -> None:
+    """Nothing: the engines are imported by now, in all workers at once."""
+
+
 def update(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     """UPDATES updates of every layout of the job at its topology; see :func:`_train` for what comes back by layout."""
     os.environ["OMP_NUM_THREADS"] = "1"
