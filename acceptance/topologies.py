@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,8 @@ class Topologies:
             try:
                 job = {"layouts": self.layouts, "updates": UPDATES, "exchange": str(state)}
                 answers = require(self._outcomes(tp, cp, directory, job))
+                if exchange:
+                    shutil.rmtree(state)  # gigabytes on a card, which nobody reads again
                 self._done[name] = Run(tp, cp, answers, directory, exchange.directory.name if exchange else name)
             except Exception as error:
                 self._done[name] = error
