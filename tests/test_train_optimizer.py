@@ -12,6 +12,7 @@ from rlk.contract.numerics import ContractError, round_fp32
 from rlk.contract.orders import fold_halves, fold_pairs
 from rlk.contract.update import AdamParams, AdamStep
 from rlk.train import norm as norms
+from rlk.train import optimizer as optimizers
 from rlk.train.norm import GradientNormError, gradient_norm, square_sums
 from rlk.train.optimizer import Adam, OptimizerError, adam, scalars
 from rlk.train.parameters import prepare_gradients
@@ -46,7 +47,7 @@ def test_update_is_the_scalar_formula(decays: bool) -> None:
     w, m, v = torch.tensor([s[0] for s in state]), torch.zeros(37), torch.zeros(37)
     for number in range(1, 5):
         gradient = random(37, seed=10 + number) * 10.0 ** (number - 4)
-        w, m, v = adam(w, m, v, gradient, scalars(params.step(number), CPU), decays)
+        adam(w, m, v, gradient, scalars(params.step(number), CPU), decays)
         state = [scalar_adam(*s, g, params.step(number), decays) for s, g in zip(state, gradient.tolist())]
     expected = torch.tensor(state, dtype=torch.float32)
     for at, tensor in enumerate((w, m, v)):
@@ -84,11 +85,24 @@ def test_parameters_become_rounded_masters_and_norms_do_not_decay() -> None:
     assert (scale, made.updates) == (1.0, 1)
     assert norm > 0
     for name, parameter in made.parameters.items():
-        zero, decays = torch.zeros_like(before[name]), name != "layers.0.input_norm"
-        expected, _, _ = adam(before[name], zero, zero, made.gradients[name], scalars(step, CPU), decays)
+        m, v, decays = torch.zeros_like(before[name]), torch.zeros_like(before[name]), name != "layers.0.input_norm"
+        expected = before[name].clone()
+        adam(expected, m, v, made.gradients[name], scalars(step, CPU), decays)
         assert torch.equal(made.master[name], expected)
         assert torch.equal(parameter.data, expected.bfloat16())
         assert not torch.equal(expected, before[name])
+
+
+def test_how_many_elements_are_updated_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = []
+    for at_once in (1 << 24, 5):
+        monkeypatch.setattr(optimizers, "_AT_ONCE", at_once)
+        made = optimizer(max_norm=0.5)
+        for _ in range(2):
+            give_gradients(made)
+            made.update(1e-2)
+        states.append({**made.state(), **{name: parameter.data for name, parameter in made.parameters.items()}})
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_clip_multiplies_only_below_one() -> None:

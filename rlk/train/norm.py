@@ -13,7 +13,7 @@ from rlk.contract.update import NORM_BLOCK
 from rlk.model.shards import dimension
 from rlk.parallel.collectives import Group
 
-_AT_ONCE = 1 << 27
+_AT_ONCE = 1 << 24
 """fp64 elements whose squares are held at a time, unless one shard has more."""
 
 

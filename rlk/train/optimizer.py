@@ -18,6 +18,8 @@ from rlk.parallel.collectives import Group
 from rlk.train.norm import gradient_norm
 
 _KINDS = ("master", "m", "v")
+_AT_ONCE = 1 << 24
+"""Elements that are updated at a time, so that what is computed on the way stays small; no byte depends on it."""
 
 
 class OptimizerError(ValueError):
@@ -30,16 +32,14 @@ def scalars(step: AdamStep, device: torch.device) -> dict[str, Any]:
     return asdict(step) | {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in divisors.items()}
 
 
-def adam(
-    master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, s: Mapping[str, Any], decays: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New (master, m, v) from fp32 tensors of one shape and :func:`scalars`; decays: whether weight decay applies to this tensor."""
-    m = s["beta1"] * m + s["one_minus_beta1"] * gradient
-    v = s["beta2"] * v + (s["one_minus_beta2"] * gradient) * gradient
-    change = (m / s["correction1"]) / (torch.sqrt(v / s["correction2"]) + s["eps"])
+def adam(master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, s: Mapping[str, Any], decays: bool) -> None:
+    """Update master, m and v in place, fp32 tensors of one shape; s: :func:`scalars`; decays: whether weight decay applies."""
+    m.mul_(s["beta1"]).add_(s["one_minus_beta1"] * gradient)
+    v.mul_(s["beta2"]).add_((s["one_minus_beta2"] * gradient).mul_(gradient))
+    change = (m / s["correction1"]).div_((v / s["correction2"]).sqrt_().add_(s["eps"]))
     if decays:
-        change = change + s["weight_decay"] * master
-    return master - s["lr"] * change, m, v
+        change.add_(s["weight_decay"] * master)
+    master.sub_(change.mul_(s["lr"]))
 
 
 class Adam:
@@ -122,13 +122,14 @@ class Adam:
         device = next(iter(gradients.values())).device
         numbers = scalars(step, device)
         for name, parameter in self.parameters.items():
-            gradient = gradients[name] * scale if scale < 1 else gradients[name]
-            state = [getattr(self, kind)[name].to(device) for kind in _KINDS]
-            updated = adam(state[0], state[1], state[2], gradient, numbers, parameter.dim() == 2)
-            parameter.data.copy_(updated[0])
-            for kind, new in zip(_KINDS, updated):
-                held = getattr(self, kind)
-                held[name] = held[name].copy_(new) if self._on_host else new
+            tensors = (gradients[name], parameter.data, *(getattr(self, kind)[name] for kind in _KINDS))
+            for gradient, weight, *held in zip(*(tensor.view(-1).split(_AT_ONCE) for tensor in tensors)):
+                master, m, v = (part.to(device) for part in held)
+                adam(master, m, v, gradient * scale if scale < 1 else gradient, numbers, parameter.dim() == 2)
+                weight.copy_(master)
+                if self._on_host:
+                    for part, new in zip(held, (master, m, v)):
+                        part.copy_(new)
         self.updates += 1
         return norm, scale
 
