@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from rlk.contract.numerics import DEFAULT, Numerics
+from rlk.contract.numerics import DEFAULT, HOPPER, Numerics
 from rlk.contract.records import Request
 from rlk.contract.sampling import SamplingParams
 from rlk.model.config import CheckpointError, Qwen3Config
 from rlk.rollout.requests import eos_token_ids, refusal
-from rlk.rollout.vllm.engine import LARGEST_GRAPH, default_cudagraph_sizes
 from rlk.rollout.vllm.plugin import ARCHITECTURE
 from rlk.rollout.vllm.settings import (
     LOGPROBS_MODE,
@@ -27,6 +26,7 @@ from rlk.rollout.vllm.settings import (
     numerics_of,
     require_supported,
 )
+from rlk.rollout.vllm.wanted import LARGEST_GRAPH, Wanted, default_cudagraph_sizes
 
 CONFIG = Qwen3Config(
     vocab_size=260, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8,
@@ -124,6 +124,48 @@ def test_vllms_own_batch_invariant_mode_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(EngineRefusal, match="VLLM_BATCH_INVARIANT"):
         require_supported(supported(tmp_path))
+
+
+def wanted(**changed: Any) -> Wanted:
+    asked: dict[str, Any] = {
+        "checkpoint": Path("model"), "mode": "strict", "device": "cuda", "eager": False, "cudagraph_sizes": (1, 4), "numerics": HOPPER,
+        "max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "kv_cache_bytes": 1 << 20, "seed": 0,
+        "tensor_parallel_size": 1,
+    }  # fmt: skip
+    return Wanted(**{**asked, **changed})
+
+
+def test_a_strict_card_compiles_nothing_and_captures_what_is_asked_for() -> None:
+    given, found = wanted().arguments(), wanted().read_back(36)
+    assert given["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4]}
+    assert (found["cudagraph_mode"], found["cudagraph_sizes"], found["compile_mode"]) == ("FULL_DECODE_ONLY", [1, 4], 0)
+    assert (given["worker_cls"], found["worker"]) == (WORKERS["cuda"], WORKERS["cuda"])
+    assert numerics_of(SimpleNamespace(additional_config=given["additional_config"])) == HOPPER
+    eager = wanted(eager=True, cudagraph_sizes=())
+    assert eager.arguments()["compilation_config"] == {"mode": 0, "cudagraph_mode": "NONE"}
+    eager.require_captured([])
+    wanted().require_captured([{"rows": 1, "replays": 0}, {"rows": 4, "replays": 0}])
+    with pytest.raises(EngineRefusal, match=r"captured graphs of \[1\] rows, asked for \[1, 4\]"):
+        wanted().require_captured([{"rows": 1, "replays": 0}])
+
+
+def test_a_native_engine_is_told_nothing_about_graphs_or_workers() -> None:
+    given = wanted(mode="native").arguments()
+    assert not {"compilation_config", "worker_cls", "block_size", "hf_overrides", "additional_config", "async_scheduling"} & set(given)
+    assert wanted(mode="native").read_back(36)["attention"] == ["vllm.v1.attention.backends.flash_attn.FlashAttentionImpl"]
+    assert "compile_mode" not in wanted(mode="native").read_back(36)
+    wanted(mode="native").require_captured([])
+
+
+def test_contradictions_are_refused() -> None:
+    for changed, named in (
+        ({"mode": "both"}, "neither 'strict' nor 'native'"),
+        ({"device": "tpu"}, "neither 'cpu' nor 'cuda'"),
+        ({"device": "cpu"}, "enforce_eager=False on the CPU"),
+        ({"mode": "native", "tensor_parallel_size": 2}, "mode='native' with tensor_parallel_size=2"),
+    ):
+        with pytest.raises(EngineRefusal, match=named):
+            wanted(**changed)
 
 
 def test_default_graphs_reach_exactly_to_the_largest_step() -> None:

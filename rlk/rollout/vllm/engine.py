@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -15,38 +15,9 @@ from rlk.model.config import Qwen3Config
 from rlk.parallel.rendezvous import LOOPBACK
 from rlk.rollout.requests import eos_token_ids, refusal, refused_response, require_distinct
 from rlk.rollout.vllm import convert
-from rlk.rollout.vllm.plugin import ARCHITECTURE, MODEL, register
-from rlk.rollout.vllm.settings import EXTENSION, LOGPROBS_MODE, WORKERS, EngineRefusal, additional_config
-
-BLOCK_SIZE = 16
-"""Tokens per KV page in strict mode; native mode keeps vLLM's own choice."""
-
-LARGEST_GRAPH = 512
-"""Decode steps of more rows run eagerly."""
-
-_UNUSED_SHARE = 0.01
-"""vLLM checks this share of the card's memory and then ignores it, since the size of the KV cache is given; others may have the rest."""
-
-_STRICT: dict[str, Any] = {
-    "model": MODEL.replace(":", "."),
-    "attention": ["rlk.rollout.vllm.attention.RlkAttentionImpl"],
-    "block_size": BLOCK_SIZE,
-    "compile_mode": 0,
-    "model_hash_of": "live parameters",
-}
-_NATIVE: dict[str, Any] = {
-    "model": "vllm.model_executor.models.qwen3.Qwen3ForCausalLM",
-    "sampler": "vllm.v1.sample.sampler.Sampler",
-    "numerics": None,
-    "kernels": [],
-}
-_RUNNERS = {"cpu": "vllm.v1.worker.cpu_model_runner.CPUModelRunner", "cuda": "vllm.v1.worker.gpu_model_runner.GPUModelRunner"}
-_SAMPLERS = {"cpu": "rlk.rollout.vllm.sampler.HostSampler", "cuda": "rlk.rollout.vllm.sampler_cuda.DeviceStrictSampler"}
-_NATIVE_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.worker.gpu_worker.Worker"}
-_NATIVE_ATTENTION = {
-    "cpu": "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
-    "cuda": "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl",
-}
+from rlk.rollout.vllm.plugin import register
+from rlk.rollout.vllm.settings import EngineRefusal
+from rlk.rollout.vllm.wanted import Device, Mode, Wanted, default_cudagraph_sizes
 
 
 class VllmEngine:
@@ -67,8 +38,8 @@ class VllmEngine:
         self,
         checkpoint: Path,
         *,
-        mode: Literal["strict", "native"],
-        device: Literal["cpu", "cuda"] = "cpu",
+        mode: Mode,
+        device: Device = "cpu",
         enforce_eager: bool | None = None,
         cudagraph_sizes: Sequence[int] | None = None,
         numerics: Numerics = DEFAULT,
@@ -87,7 +58,7 @@ class VllmEngine:
         """checkpoint: directory in Hugging Face layout; its weights are served as ``weight_version``.
 
         enforce_eager: no CUDA graphs and no compilation; None is True on the CPU, which has neither, and False on a card.
-        cudagraph_sizes: rows of the graphs that a strict engine captures; None takes :func:`default_cudagraph_sizes`. A decode step of
+        cudagraph_sizes: rows of the graphs that a strict engine captures; None takes ``wanted.default_cudagraph_sizes``. A decode step of
         fewer rows than a graph is filled up.
         max_model_len: tokens of prompt and response together. max_num_batched_tokens: budget of one step, which longer prompts are chunked
         by. kv_cache_bytes: size of the paged cache of each rank. stop_token_ids: None takes the checkpoint's end-of-sequence ids. seed: of
@@ -96,78 +67,33 @@ class VllmEngine:
         rpc_timeout: seconds. engine_options: further arguments of ``vllm.LLM``.
         Raises CheckpointError or EngineRefusal, each naming what is wrong.
         """
-        if mode not in ("strict", "native"):
-            raise EngineRefusal(f"mode={mode!r} is neither 'strict' nor 'native'")
-        if device not in WORKERS:
-            raise EngineRefusal(f"device={device!r} is neither 'cpu' nor 'cuda': an engine runs where it is told to")
         eager = device == "cpu" if enforce_eager is None else enforce_eager
-        if device == "cpu" and not eager:
-            raise EngineRefusal("enforce_eager=False on the CPU: vLLM captures graphs on a card only")
-        sizes = [] if eager else sorted(set(cudagraph_sizes or default_cudagraph_sizes(min(max_num_seqs, max_num_batched_tokens))))
-        if mode == "native" and tensor_parallel_size > 1:
-            raise EngineRefusal(f"mode='native' with tensor_parallel_size={tensor_parallel_size}: run the native engine on one rank")
+        sizes = [] if eager else cudagraph_sizes or default_cudagraph_sizes(min(max_num_seqs, max_num_batched_tokens))
+        wanted = Wanted(
+            checkpoint=checkpoint,
+            mode=mode,
+            device=device,
+            eager=eager,
+            cudagraph_sizes=tuple(sorted(set(sizes))),
+            numerics=numerics,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            kv_cache_bytes=kv_cache_bytes,
+            seed=seed,
+            tensor_parallel_size=tensor_parallel_size,
+        )
         self.mode, self.device, self.numerics, self.max_model_len = mode, device, numerics, max_model_len
         self.config = Qwen3Config.from_json(checkpoint)
         self._stop = tuple(eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
         self._rpc_timeout = rpc_timeout
         self._broken: str | None = None
         self._processes: tuple[int, ...] = ()
-        arguments: dict[str, Any] = {
-            "model": str(checkpoint),
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "dtype": "bfloat16",
-            "enforce_eager": eager,
-            "max_model_len": max_model_len,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_num_seqs": max_num_seqs,
-            "kv_cache_memory_bytes": kv_cache_bytes,
-            "enable_chunked_prefill": True,
-            "enable_prefix_caching": True,
-            "logprobs_mode": LOGPROBS_MODE,
-            "seed": seed,
-            "tensor_parallel_size": tensor_parallel_size,
-            "use_tqdm_on_load": False,
-            "disable_log_stats": False,
-        }
-        if tensor_parallel_size > 1:
-            arguments["distributed_executor_backend"] = "mp"
-        if device == "cuda":
-            arguments["gpu_memory_utilization"] = _UNUSED_SHARE
-        if mode == "strict":
-            arguments |= {
-                "hf_overrides": {"architectures": [ARCHITECTURE]},
-                "worker_cls": WORKERS[device],
-                "block_size": BLOCK_SIZE,
-                "additional_config": additional_config(numerics),
-            }
-            if device == "cuda":
-                graphs = {"cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY"} | ({} if eager else {"cudagraph_capture_sizes": sizes})
-                arguments |= {"compilation_config": {"mode": 0, **graphs}, "async_scheduling": True}
-        else:
-            arguments["worker_extension_cls"] = EXTENSION
+        arguments = wanted.arguments()
         for name in engine_options or {}:
             if name in arguments:
                 raise EngineRefusal(f"engine_options may not set {name}: it is fixed by the mode or has its own argument")
-        shared = (
-            "enforce_eager", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill", "enable_prefix_caching",
-            "logprobs_mode", "tensor_parallel_size",
-        )  # fmt: skip
-        self._asked: dict[str, Any] = {
-            **{name: arguments[name] for name in shared},
-            "device": device,
-            "runner": _RUNNERS[device],
-            "attention_layers": self.config.num_hidden_layers,
-            "dtype": "torch.bfloat16",
-            "subnormals_kept": True,
-        }
-        if mode == "strict":
-            self._asked |= {**_STRICT, "worker": WORKERS[device], "sampler": _SAMPLERS[device], "numerics": numerics.as_dict()}
-            self._asked |= {"cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY", "cudagraph_sizes": sizes}
-        else:
-            self._asked |= {**_NATIVE, "worker": _NATIVE_WORKERS[device], "attention": [_NATIVE_ATTENTION[device]]}
-        if eager:
-            self._asked |= {"compile_mode": 0, "cudagraph_mode": "NONE"}
+        self._asked = wanted.read_back(self.config.num_hidden_layers)
         self.tensor_parallel_size = tensor_parallel_size
         _prepare_environment(separate_process, tensor_parallel_size)
         from vllm import LLM
@@ -183,7 +109,8 @@ class VllmEngine:
         self._rpc("rlk_start")
         found = self._ranks("rlk_readback")
         self._require_asked(found)
-        self._require_captured(found, sizes)
+        for each in found:
+            wanted.require_captured(each["cudagraphs"])
         self._processes = tuple(each["pid"] for each in found)
         self._rpc("rlk_serve", weight_version)
 
@@ -319,14 +246,6 @@ class VllmEngine:
         gone = [f"rollout rank {rank} (process {pid})" for rank, pid in enumerate(self._processes) if not _lives(pid)]
         return f"{' and '.join(gone)} ended: vLLM's log names the first, start another engine" if gone else ""
 
-    def _require_captured(self, ranks: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
-        for found in ranks if self.mode == "strict" else ():
-            captured = [graph["rows"] for graph in found["cudagraphs"]]
-            if captured != list(sizes):
-                raise EngineRefusal(
-                    f"strict engine captured graphs of {captured} rows, asked for {list(sizes)}: take sizes up to max_num_seqs"
-                )
-
     def _require_asked(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         for found in ranks:
             for name, asked in self._asked.items():
@@ -337,12 +256,6 @@ class VllmEngine:
         strangers = [module for module in ranks[0]["modules"] if module.split(".")[0] == "rlk"]
         if self.mode == "native" and strangers:
             raise EngineRefusal(f"native engine holds modules of rlk: {', '.join(strangers)}")
-
-
-def default_cudagraph_sizes(most: int) -> list[int]:
-    """Rows of the graphs of a strict engine: 1, 2, 4, then steps of 8 to 256 and of 16 beyond, and the most rows that a step can have."""
-    steps = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)]
-    return sorted({size for size in steps if size <= most} | {min(most, LARGEST_GRAPH)})
 
 
 def _prepare_environment(separate_process: bool, ranks: int) -> None:
