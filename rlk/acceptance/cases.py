@@ -143,7 +143,7 @@ CASES = (
     ),
     Case(
         16, "SGLang#30752", "a graph that does not match runs eagerly, unnoticed",
-        tests=("test_vllm_card.py::test_replays_are_counted", "gpu/check_vllm.py::engine"),
+        tests=("test_vllm_card.py::test_replays_are_counted", "gpu/check_vllm.py::graphs"),
     ),
     Case(
         17, "slime#830", "exact zero became a small number",
@@ -223,7 +223,7 @@ CASES = (
     Case(
         32, "vLLM#28131", "graphs change the batch's bytes",
         _GRAPHED,
-        ("gpu/check_graphs.py::padded", "gpu/check_vllm.py::engine"),
+        ("gpu/check_graphs.py::padded", "gpu/check_vllm.py::together"),
     ),
     Case(
         33, "Megatron-LM", "a norm's reduction depends on the number of tokens modulo 32",
@@ -234,7 +234,7 @@ CASES = (
         tests=(
             "test_vllm_card.py::test_every_step_of_a_size_has_the_addresses_of_its_capture",
             "gpu/check_graphs.py::padded",
-            "gpu/check_vllm.py::engine",
+            "gpu/check_vllm.py::graphs",
         ),
     ),
     Case(
