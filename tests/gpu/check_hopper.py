@@ -24,6 +24,7 @@ from rlk.kernels.det_gemm import det_gemm, det_gemm_input_part, det_gemm_weight_
 from rlk.kernels.det_gemm import triton as gemm
 from rlk.kernels.det_gemm.hopper_probes import FAMILIES, GOLDEN, Golden, accumulators, digest, edges, golden_leaves, operands
 from rlk.kernels.det_gemm.triton_tiles import Tile
+from rlk.kernels.dispatch import readback
 
 BLOCKS = 128
 INSTRUCTIONS = {"mma.sync": 16, "wgmma.mma_async": 64}
@@ -155,7 +156,7 @@ def golden(report: Report) -> None:
         found = _recorded(case).cpu()
         _check(report, "golden", case.name, found, case.oracle())
         cases[case.name] = {"sha256": digest(found), "first_row": _hex(found[0], 8 * found.element_size())}
-    facts = {**environment(), "kernel": gemm.SOURCE.kernel_id, "cases": cases}
+    facts = {**environment(), "kernels": sorted({ran.kernel_id for ran in readback() if ran.backend == "triton"}), "cases": cases}
     (Path(os.environ.get("OUT", ".")) / "hopper_golden.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
