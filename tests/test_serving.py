@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from rlk.contract.numerics import DEFAULT
 from rlk.kernels._triton.aot import TARGETS, compile_all
 from rlk.kernels.attention import attention, paged_attention
+from rlk.kernels.checked import check_once, trusted
 from rlk.kernels.qk_norm import qk_norm
 from rlk.kernels.rms_norm import rms_norm
 from rlk.kernels.rope import rope, rope_table
@@ -127,3 +129,14 @@ def test_interpreted_indices_and_masks() -> None:
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("every index and mask is right\n")
+
+
+def test_trusted_values_are_not_looked_at() -> None:
+    card: Any = SimpleNamespace(is_cuda=True)
+    host, seen = torch.zeros(1), []
+    with trusted():
+        with trusted():
+            check_once(card, "fact", lambda: seen.append("card"))
+        check_once(card, "fact", lambda: seen.append("card"))
+        check_once(host, "fact", lambda: seen.append("host"))
+    assert seen == ["host"]  # a host need not wait for itself
