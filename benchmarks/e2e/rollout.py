@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +51,8 @@ class Row:
 
 ROWS = (Row(1, 256, 256), Row(16, 256, 256), Row(128, 256, 256), Row(1, 2048, 1024))
 ROUNDS = 3
+START_SHARE = 0.65
+"""Of the time limit, for the engines to start."""
 
 
 class Arm:
@@ -64,10 +68,12 @@ class Arm:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def ready(self) -> dict[str, Any]:
-        """Wait until the engine is up: "start_s" since its process began, and what it read back."""
-        found: dict[str, Any] = self._answer()
+    def ready(self, seconds: float) -> dict[str, Any]:
+        """Wait until the engine is up: "start_s" since its process began, and what it read back. RuntimeError if it is not in time."""
+        found: dict[str, Any] = self._answer(seconds)
         return found
 
     def ask(self, **order: Any) -> Any:
@@ -81,12 +87,21 @@ class Arm:
         self.process.kill()
         self.process.wait()
 
-    def _answer(self) -> Any:
+    def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(ANSWER):
-                return json.loads(line.removeprefix(ANSWER))
-        raise RuntimeError(f"arm {self.name} ended with code {self.process.wait()}: its messages are above")
+                self._answers.put(line.removeprefix(ANSWER))
+        self._answers.put(None)
+
+    def _answer(self, seconds: float | None = None) -> Any:
+        try:
+            line = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            raise RuntimeError(f"arm {self.name} was not up in time: leave it out with --arm, or raise --limit") from None
+        if line is None:
+            raise RuntimeError(f"arm {self.name} ended with code {self.process.wait()}: its messages are above")
+        return json.loads(line)
 
 
 def serve(checkpoint: Path, mode: Any) -> None:
@@ -154,21 +169,22 @@ def serve(checkpoint: Path, mode: Any) -> None:
         answer(does[order.pop("do")](**order))
 
 
-def measure(checkpoint: Path, limit: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Start all arms at once, prove the strict one, then time the rows round by round; ``keep`` is given the result as it grows.
+def measure(checkpoint: Path, names: Sequence[str], limit: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Start these arms at once, prove the strict one, then time the rows round by round; ``keep`` is given the result as it grows.
 
     limit: seconds after which nothing is begun that would not end in time; a row that was never timed is named in "skipped", an arm that
-    did not start in "failed".
+    was not up after :data:`START_SHARE` of them in "failed".
     """
     began = time.monotonic()
     result: dict[str, Any] = {"checkpoint": checkpoint.name, "arms": {}, "rows": {}, "skipped": [], "failed": []}
-    arms = [Arm(name, checkpoint) for name in ARMS]
+    arms = [Arm(name, checkpoint) for name in names]
     try:
         for arm in [*arms]:
             try:
-                result["arms"][arm.name] = arm.ready()
+                result["arms"][arm.name] = arm.ready(max(0.0, began + START_SHARE * limit - time.monotonic()))
             except RuntimeError as error:  # the others are measured all the same
                 result["failed"].append(str(error))
+                arm.close()
                 arms.remove(arm)
         strict = next((arm for arm in arms if ARMS[arm.name][0] == "strict"), None)
         if strict is None:
@@ -232,6 +248,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("results", type=Path, nargs="?")
+    parser.add_argument("--arm", action="append", choices=tuple(ARMS), help="measure this arm (repeatable; default: all)")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which nothing is begun")
     parser.add_argument("--serve", choices=("native", "strict"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -246,7 +263,7 @@ def main() -> int:
         if arguments.results:
             arguments.results.write_text(json.dumps({"where": found, **result}, indent=1) + "\n", encoding="utf-8")
 
-    result = measure(arguments.checkpoint, arguments.limit, keep)
+    result = measure(arguments.checkpoint, arguments.arm or list(ARMS), arguments.limit, keep)
     for problem in result["failed"]:
         print(f"failed: {problem}")
     if "proof" not in result:
