@@ -21,6 +21,7 @@ from summarize_cells import summarize
 
 from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD
 from rlk.acceptance.validate import merge
+from rlk.evidence.schema import Report
 from rlk.kernels._native.build import cache_root
 
 SESSIONS = (("chain",), ("integration", "ablation", "control"))
@@ -45,6 +46,8 @@ def main() -> None:
     merge(runs, out / "engines")
     command = " && ".join(" ".join(words) for words in commands)
     summary = summarize(out / "engines", cache_root().with_name("vendor"), command, [scope for scopes in chosen for scope in scopes])
+    report = Report.model_validate_json((out / "engines" / "report.json").read_bytes())
+    summary["trouble"] = list(report.session.trouble)
     (out / "engines_h200.json").write_text(json.dumps(summary, indent=1) + "\n")
     waiting = [cell_id for cell_id in summary["missing"] if SNAPSHOT_WORKLOAD in cell_id]
     print(f"{len(summary['green'])} of {summary['required']} green; {len(waiting)} wait for published weights")
