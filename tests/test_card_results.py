@@ -71,7 +71,8 @@ def test_digests_and_the_certificates_are_well_formed(summary: dict[str, Any]) -
     assert {"cells.jsonl", "environment.json", "report.json"} <= set(summary["files"])
     assert all(DIGEST.fullmatch(digest) for digest in summary["files"].values())
     assert set(summary["vendor"]) == {REQUIRED[cell_id].subject for cell_id in summary["green"] if "-vendor/" in cell_id} - {"lm_head"}
-    for operator, vendor in summary["vendor"].items():
+    assert all(summary["vendor"].values())
+    for operator, vendor in ((operator, one) for operator, several in summary["vendor"].items() for one in several):
         assert vendor["certified"] > 0
         assert (vendor["card"], vendor["driver"]) == (summary["card"], summary["driver"])
         assert {vendor["vendor"], *filter(None, [vendor.get("chain")])} <= set(summary["kernels"]), operator
@@ -91,3 +92,23 @@ def test_planted_operators_were_caught_by_their_own_cells() -> None:
         assert found["status"] == "FAIL"
         assert found["differing"] > 0
         assert "elements differ" in found["reasons"][0]
+
+
+def test_a_thousand_repetitions_gave_one_digest_and_graphs_the_same_bytes() -> None:
+    record = json.loads((RESULTS / "repetitions_h200.json").read_text())
+    assert "H200" in record["card"]
+    assert {op.split(".")[0] for op in record["operators"]} == {op.name for op in OPERATORS}
+    repeated = {name: found for name, found in record["checks"].items() if "repetitions" in found}
+    assert len(repeated) >= len(OPERATORS)
+    assert all(found["ok"] and found["repetitions"] >= 1000 for found in repeated.values())
+    assert len({found["digest"] for found in repeated.values()}) == len(repeated)
+    assert {"the host never waits", "a replayed graph gives the same bytes", "graph = eager"} <= set(record["checks"]) - set(repeated)
+    assert all(found["ok"] for found in record["checks"].values())
+
+
+def test_the_memory_checker_saw_the_planted_fault_and_its_findings_add_up() -> None:
+    record = json.loads((RESULTS / "memory_h200.json").read_text())
+    parts = record["parts"]
+    control = parts.pop("past the end")
+    assert control["errors"] > 0
+    assert record["failed"] == sorted(name for name, found in parts.items() if found["errors"] or not found["ended"])

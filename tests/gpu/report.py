@@ -168,7 +168,7 @@ def environment() -> dict[str, Any]:
     )
     return {
         "card": torch.cuda.get_device_properties(0).name,
-        "driver": driver.stdout.strip(),
+        "driver": next(iter(driver.stdout.split()), ""),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,

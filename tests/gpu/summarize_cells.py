@@ -49,15 +49,18 @@ def summarize(directory: Path, certificates: Path, command: str, scopes: Collect
         "missing": [r.cell_id for r in ended[Status.MISSING]],
         "elements_compared": sum(r.elements for r in records),
         "kernels": {kernel_id: sorted(op for op, _, k in used if k == kernel_id) for kernel_id in sorted({k for *_, k in used})},
-        "vendor": {path.name.rpartition("-")[0]: _certificate(path) for path in sorted(certificates.glob("*.json"))},
+        "vendor": _certificates(certificates),
         "files": RunDirectory(directory).digests(),
     }
 
 
-def _certificate(path: Path) -> dict[str, Any]:
-    """What a certificate holds for, and how many problems it names."""
-    found: dict[str, Any] = json.loads(path.read_text())
-    return {**found, "certified": len(found["certified"])}
+def _certificates(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Operator → what each of its certificates on this machine holds for, and how many problems it names."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        certificate = json.loads(path.read_text())
+        found.setdefault(path.name.rpartition("-")[0], []).append({**certificate, "certified": len(certificate["certified"])})
+    return found
 
 
 if __name__ == "__main__":
