@@ -24,6 +24,7 @@ from rlk.kernels.dispatch import BackendUnavailable, readback, reset_readback
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 32, 32**-0.5
 TILE = 16
+FORWARD = ("forward_accuracy", "forward_invariance")
 Q = torch.empty(1, HEADS, DIM)
 
 # A library with one split: the CPU backend.
@@ -268,6 +269,22 @@ def test_its_cells_have_a_test_only_where_the_library_is(monkeypatch: pytest.Mon
     found.loader.exec_module(cells)
     covered = [mark.kwargs for function in vars(cells).values() for mark in getattr(function, "pytestmark", [])]
     assert ({"scope": "ws1", "backend": "vendor", "subject": "attention"} in covered) is available
+
+
+def test_what_a_card_said_is_kept() -> None:
+    record = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "vendor_attention_h200.json").read_text())
+    checks = record["checks"]
+    assert all(check["ok"] and check["cases"] for check in checks.values())
+    assert {f"cuda/ws1/attention/{tier}-vendor/{j}" for tier in ("short", "primary") for j in FORWARD} <= set(checks)
+    assert checks["planted: decode with automatic splits"]["differing"] > 0
+    assert {"planted: automatic splits in the cells", "planted: three splits, packed", "planted: automatic splits, pages of 16"} <= set(
+        checks
+    )
+    assert checks["decode = prefill, lengths 1–300, alone"]["cases"] == 600
+    assert record["certificate"]["vendor"] in record["kernels"]
+    assert "32 query heads, 8 kv heads, 128 wide, packed" in record["certificate"]["certified"]
+    for name, arms in record["times"].items():
+        assert all(low <= arm["median_us"] <= high for arm in arms.values() for low, high in [arm["quartiles_us"]]), name
 
 
 # The copies

@@ -86,10 +86,10 @@ def certificate(report: Report) -> None:
                     report.holds("certified", True, case=f"{heads}/{kv_heads}/{dim} {page}", seconds=round(time.perf_counter() - began, 2))
                 except VendorNotCertified as error:
                     report.holds("certified", False, says=str(error))
-    for name, dim, changed in (("automatic splits", 128, {"num_splits": 0}), ("three splits", 128, {"num_splits": 3})):
-        for page in (None, 16):
-            with uncertified(), library(**changed):
-                _refused(report, f"{name}, {page}", torch.empty(1, 32, dim, device="cuda"), page)
+    for splits, page in ((0, 16), (3, 16), (3, None)):  # packed sequences of the probed sizes get one split anyway
+        name = f"{'three' if splits else 'automatic'} splits, {'packed' if page is None else f'pages of {page}'}"
+        with uncertified(), library(num_splits=splits):
+            _refused(report, name, torch.empty(1, HEADS, DIM, device="cuda"), page)
     b, cu = make(64), offsets((64,))
     with uncertified():
         forward(b, (64,))
