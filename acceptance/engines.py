@@ -118,7 +118,8 @@ class Runs:
     def arm(self, train: EngineMode, rollout: EngineMode) -> RunSummary:
         """One update in which each side is strict or native; sampling does not truncate, since a native engine returns no retained ids."""
         name = f"arm-{train}-{rollout}"
-        self._start_engines()
+        if self.platform != "cpu":
+            self.once("engines", self._start_engines)
 
         def make() -> RunSummary:
             plan = self.plan(name, SamplingParams(), steps=1, prompts=4, group_size=4)
@@ -127,10 +128,8 @@ class Runs:
         return self.once(name, make)
 
     def _start_engines(self) -> None:
-        """On a card, whose host has the cores for it, start the engines of all arms at once; a run that opens one waits for it."""
-        if self.platform == "cpu" or "engines" in self._done:
-            return
-        self._done["engines"] = plan = self.plan("engines", SamplingParams(), steps=1)
+        """Start the engines of all arms at once, where the host has the cores for it; a run that opens one waits for it."""
+        plan = self.plan("engines", SamplingParams(), steps=1)
         for mode in MODES:
             self.cluster.rollout(mode).start("open", plan.checkpoint.path, plan.context)
             self.cluster.train(mode).start("open", plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
