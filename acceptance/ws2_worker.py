@@ -31,7 +31,6 @@ from rlk.train import batch, modules, process
 from rlk.train.batch import Sample, micro_batches
 from rlk.train.trainer import MegatronTrainer
 
-LR = 1e-3
 VOCABULARY = 256
 LAYOUTS: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {
     "packed": (3, ((5, 9), (17, 48), (1, 1), (33, 17), (70, 31))),
@@ -98,7 +97,7 @@ def _train(rank: int, job: dict[str, Any], layout: str) -> dict[str, Any]:
         before = trainer.score(held)
         reference = trainer.reference_score(held)
         with counter:
-            metrics = _step(trainer, held, before, reference)
+            metrics = _step(trainer, held, before, reference, job["lr"])
         found = trainer.readback()
         parts, whole = _tensors(trainer)
         if rank == 0:
@@ -130,10 +129,10 @@ def _train(rank: int, job: dict[str, Any], layout: str) -> dict[str, Any]:
     return result
 
 
-def _step(trainer: MegatronTrainer, held: Sequence[Sample], old: Any, reference: Any) -> Any:
+def _step(trainer: MegatronTrainer, held: Sequence[Sample], old: Any, reference: Any, lr: float) -> Any:
     rewards = [(1.0, 0.0, 0.5, 0.25, 0.75)[i] for i in range(len(held))]
     groups = [0] * len(held)
-    return trainer.step(held, rewards, groups, old, lr=LR, reference_scores=reference)
+    return trainer.step(held, rewards, groups, old, lr=lr, reference_scores=reference)
 
 
 def _tensors(trainer: MegatronTrainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -178,7 +177,7 @@ def _resume(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     trainer.load_state(Path(job["exchange"]))
     held = samples("packed")
     scores = trainer.score(held)
-    metrics = _step(trainer, held, scores, trainer.reference_score(held))
+    metrics = _step(trainer, held, scores, trainer.reference_score(held), job["lr"])
     state = trainer.parallel.link.lead(lambda: _file_hash(Path(job["out"]) / "state" / "optimizer.safetensors"))
     return {"state": state, "scores": scores, "model_hash": metrics.model_hash_after}
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from rlk.parallel.collectives import Group
 from rlk.parallel.link import Link
-from rlk.parallel.rendezvous import join, leave
+from rlk.parallel.rendezvous import LOOPBACK, join, leave, require_own_card
 from rlk.parallel.transport import Transport
 
 
@@ -131,6 +132,12 @@ def first_use(rank: int, size: int, port: int) -> list[int]:
         world.link.traffic.reset()
         world.tree_all_reduce(torch.ones(4))
         return [*counts, _checks(world.link)]
+
+
+def cards(rank: int, size: int, port: int, names: Sequence[str]) -> str:
+    """What a rank with card names[rank] is told."""
+    store = dist.TCPStore(LOOPBACK, port, size, rank == 0, timeout=timedelta(seconds=20))
+    return _error(lambda: require_own_card(store, rank, [f"rank {r}" for r in range(size)], names[rank]))
 
 
 def lost(rank: int, size: int, port: int, loser: int, way: str, timeout: float, transport: Transport = "gloo") -> dict[str, Any]:

@@ -62,7 +62,7 @@ def join(rank: int, labels: Sequence[str], port: int, agreement: str, *, transpo
         store = dist.TCPStore(LOOPBACK, port, size, False, timeout=wait)
     presence = Presence(store, rank, size, labels[rank], host=LOOPBACK, grace=timeout)
     if transport == "nccl":
-        _require_own_card(store, rank, labels)
+        require_own_card(store, rank, labels, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
         # A call that nobody answers is found and named by the transport; torch's watchdog would end the process without a word.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     dist.init_process_group(BACKEND[transport], store=store, rank=rank, world_size=size, timeout=wait)
@@ -75,15 +75,20 @@ def join(rank: int, labels: Sequence[str], port: int, agreement: str, *, transpo
     return link
 
 
-def _require_own_card(store: dist.Store, rank: int, labels: Sequence[str]) -> None:
-    """Raise ProcessGroupError on every rank unless each has a card of its own."""
-    store.set(f"rlk/card/{rank}", str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-    held: dict[str, str] = {}
-    for number, label in enumerate(labels):
-        card = store.get(f"rlk/card/{number}").decode()
-        if card in held:
-            raise ProcessGroupError(f"{held[card]} and {label} share card {card}: use transport shm, or one card per rank for nccl")
-        held[card] = label
+def require_own_card(store: dist.Store, rank: int, labels: Sequence[str], card: str) -> None:
+    """Raise ProcessGroupError on every rank unless each has a ``card`` (any name of it) of its own."""
+    store.set(f"rlk/card/{rank}", card)
+    cards = [store.get(f"rlk/card/{number}").decode() for number in range(len(labels))]
+    # Rank 0 serves the store, so it may leave only after all have read.
+    store.set(f"rlk/card/read/{rank}", "")
+    for number in range(len(labels) if rank == 0 else 0):
+        store.get(f"rlk/card/read/{number}")
+    for number, held in enumerate(cards):
+        first = cards.index(held)
+        if first != number:
+            raise ProcessGroupError(
+                f"{labels[first]} and {labels[number]} share card {held}: use transport shm, or one card per rank for nccl"
+            )
 
 
 def leave(link: Link) -> None:
