@@ -3,12 +3,12 @@
 //
 // A block holds one producer and CONSUMERS warpgroups of 64 output rows each. A leaf restarts the accumulator; its steps are 64 deep, four
 // groups of 16, ascending. Finished subtrees wait, per level of the tree, in registers (KEEPn floats of each thread), in shared memory
-// (SHAREDn) and for the rest in the thread's own workspace in global memory. With GROUPS > 1 a cluster of blocks divides the leaves of one
-// output tile, and the blocks join their subtrees through each other's shared memory. With PAIR two blocks of a cluster share an operand:
-// each copies half of it for both. None of this changes the sequence of additions of an element.
+// (SHAREDn) and for the rest in the thread's own workspace in global memory. With GROUPS > 1 a cluster of blocks divides the leaves of one output tile, and the blocks join their subtrees through each
+// other's shared memory. With PAIR two blocks of a cluster share an operand: each copies half of it for both. None of this changes the
+// sequence of additions of an element.
 //
-// Compiled with: CONSUMERS, COLUMNS, STAGES, GROUPS, PAIR (0, 'a', 'b'), A_ACROSS, B_ACROSS (the operand lies [depth, rows] instead of
-// [rows, depth]), TOKENS (leaves are gathered rows), FLOAT_OUT, KEEP0, SHARED0, KEEP1, SHARED1, KEEP2, SHARED2.
+// Compiled with: CONSUMERS (1 or 2), COLUMNS, STAGES, GROUPS, PAIR (0, 'a', 'b'), ACROSS (b lies [depth, columns] instead of
+// [columns, depth]), FLOAT_OUT, KEEP0, SHARED0, KEEP1, SHARED1, KEEP2, SHARED2.
 
 #include "wgmma.h"  // generated: multiply(acc, a, b, keep) for COLUMNS
 
@@ -19,8 +19,8 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 constexpr int DEPTH = 64, GROUP = 16, LINE = 128, CHUNK = DEPTH * LINE;  // a line: 64 values of bf16, swizzled over 128 bytes
 constexpr int ROWS = 64 * CONSUMERS, FLOATS = COLUMNS / 2, QUADS = FLOATS / 4;
 constexpr int WORKERS = 128 * CONSUMERS, THREADS = WORKERS + 128;
-constexpr int A_CHUNKS = ROWS / 64, B_CHUNKS = (COLUMNS + 63) / 64;
-constexpr int A_BYTES = ROWS * LINE, B_BYTES = B_ACROSS ? B_CHUNKS * CHUNK : COLUMNS * LINE;
+constexpr int B_CHUNKS = (COLUMNS + 63) / 64;
+constexpr int A_BYTES = ROWS * LINE, B_BYTES = ACROSS ? B_CHUNKS * CHUNK : COLUMNS * LINE;
 constexpr int CLUSTER = PAIR ? 2 : GROUPS;
 constexpr int TILE_ROWS = PAIR == 'b' ? 2 * ROWS : ROWS, TILE_COLUMNS = PAIR == 'a' ? 2 * COLUMNS : COLUMNS;  // of a cluster
 constexpr int BAND = TILE_ROWS >= 256 ? 8 : 16;
@@ -58,12 +58,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
         "@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(barrier), "r"(phase) : "memory");
 }
 
-// Arrive at the barrier at this place in block `rank` of the cluster.
+// Arrive at the barrier at this place in block `rank` of the pair. Only matrix instructions read what it guards, and they are done: the
+// default scope is enough, and a cluster's would flush every write of the block.
 __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
-    if (CLUSTER == 1 || !PAIR)
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-    else
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(at_rank(barrier, rank)) : "memory");
+    if (!PAIR) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    else asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at_rank(barrier, rank)) : "memory");
 }
 
 __device__ __forceinline__ void copy(const TensorMap& map, u32 to, u32 barrier, int inner, int outer) {
@@ -167,13 +166,13 @@ __device__ __forceinline__ void transpose(u32 (&v)[4], int lane) {
 
 // COUNT groups of 8 columns up to `end`, from this thread's share: value[4j … 4j+3] = (row, 2 columns), (row + 8, 2 columns) of group j.
 template <int COUNT>
-__device__ __forceinline__ void store(void* out, const float* value, int row, int column, int rows, int columns, int lane) {
+__device__ __forceinline__ void store(void* out, const float* value, int row, int column, int rows, int columns, int end, int lane) {
     const int q = lane & 3;
 #if FLOAT_OUT
 #pragma unroll
     for (int j = 0; j < COUNT; ++j) {
         const int at = column + 8 * j + 2 * q;
-        if (at >= columns) continue;
+        if (at >= end) continue;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (row + 8 * h < rows)
@@ -191,7 +190,7 @@ __device__ __forceinline__ void store(void* out, const float* value, int row, in
             for (int i = 0; i < 4; ++i) v[i] = rounded(value[4 * (j + i) + 2 * h], value[4 * (j + i) + 2 * h + 1]);
             transpose(v, lane);
             const int at = column + 8 * (j + q);
-            if (row + 8 * h < rows && at < columns)
+            if (row + 8 * h < rows && at < end)
                 *(uint4*)((unsigned short*)out + (long long)(row + 8 * h) * columns + at) = make_uint4(v[0], v[1], v[2], v[3]);
         }
 #pragma unroll
@@ -199,7 +198,7 @@ __device__ __forceinline__ void store(void* out, const float* value, int row, in
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int at = column + 8 * j + 2 * q;
-            if (row + 8 * h < rows && at < columns)
+            if (row + 8 * h < rows && at < end)
                 *(u32*)((unsigned short*)out + (long long)(row + 8 * h) * columns + at) =
                     rounded(value[4 * j + 2 * h], value[4 * j + 2 * h + 1]);
         }
@@ -223,15 +222,8 @@ struct Ring {  // position in the ring of stages
 struct Problem {
     void* out;
     float4* desks;
-    const long long *index, *offsets;  // TOKENS: rows of both operands in leaf order (-1: +0), leaf edges
-    int rows, columns, depth, leaves, tokens;  // depth of a leaf; leaves of this block
-    __device__ __forceinline__ int steps(int leaf) const {
-#if TOKENS
-        return int(offsets[leaf + 1] - offsets[leaf] + DEPTH - 1) / DEPTH;
-#else
-        return (depth + DEPTH - 1) / DEPTH;
-#endif
-    }
+    int rows, columns, depth, leaves, bytes;  // depth of a leaf; leaves of this block; bytes that fill a stage
+    __device__ __forceinline__ int steps() const { return (depth + DEPTH - 1) / DEPTH; }
     // First row and column of this block's part of the cluster's tile: bands of tiles, so that operands stay in the cache.
     __device__ __forceinline__ void place(int tile, u32 rank, int& row, int& column) const {
         const int down = (rows + TILE_ROWS - 1) / TILE_ROWS, across = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
@@ -247,18 +239,11 @@ struct Problem {
 // One step of a and b into a stage; a shared operand is copied in halves, one by each block.
 __device__ __forceinline__ void copy_step(
     const TensorMap& a, const TensorMap& b, u32 to, u32 barrier, int row, int column, int k, u32 rank) {
-    constexpr int A_PART = PAIR == 'a' ? 2 : 1, B_PART = PAIR == 'b' ? 2 : 1;
+    constexpr int B_PART = PAIR == 'b' ? 2 : 1;
     const u32 b_to = to + A_BYTES;
-    if (A_ACROSS) {
-#pragma unroll
-        for (int c = 0; c < A_CHUNKS / A_PART; ++c) {
-            const int chunk = PAIR == 'a' ? rank * (A_CHUNKS / 2) + c : c;
-            if (PAIR == 'a') copy_to_both(a, to + chunk * CHUNK, barrier, row + 64 * chunk, k);
-            else copy(a, to + chunk * CHUNK, barrier, row + 64 * chunk, k);
-        }
-    } else if (PAIR == 'a') copy_to_both(a, to + rank * (A_BYTES / 2), barrier, k, row + rank * (ROWS / 2));
+    if (PAIR == 'a') copy_to_both(a, to + rank * (A_BYTES / 2), barrier, k, row + rank * (ROWS / 2));
     else copy(a, to, barrier, k, row);
-    if (B_ACROSS) {
+    if (ACROSS) {
 #pragma unroll
         for (int c = 0; c < B_CHUNKS / B_PART; ++c) {
             const int chunk = PAIR == 'b' ? rank * (B_CHUNKS / 2) + c : c;
@@ -269,9 +254,33 @@ __device__ __forceinline__ void copy_step(
     else copy(b, b_to, barrier, k, column);
 }
 
+// A leaf: the accumulator from +0, `steps` stages of the ring in order. A stage is given back once the products that read it are done.
+__device__ __forceinline__ void accumulate(
+    float (&acc)[FLOATS], Ring& ring, int steps, u32 start, u32 empty, int group, int lane) {
+    const u32 full = empty - 8 * STAGES;
+    u32 before = 0;
+    pin(acc);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, ring.next()) {
+        barrier_wait(full + 8 * ring.stage, ring.phase);
+        const u32 a_at = start + ring.stage * (A_BYTES + B_BYTES), b_at = a_at + A_BYTES;
+        const u64 x = descriptor(a_at + group * CHUNK, false), y = descriptor(b_at, ACROSS);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int g = 0; g < DEPTH / GROUP; ++g)
+            multiply(acc, x + g * 2, y + g * (ACROSS ? GROUP * LINE >> 4 : 2), step | g);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        await_products<1>();
+        if (step && lane < (PAIR ? 2 : 1)) barrier_arrive(before, lane);
+        before = empty + 8 * ring.stage;
+    }
+    await_products<0>();
+    pin(acc);
+    if (steps && lane < (PAIR ? 2 : 1)) barrier_arrive(before, lane);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) product(
-    const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap a1,
-    const __grid_constant__ TensorMap b1, const Problem p) {
+    const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const Problem p) {
     extern __shared__ unsigned char dynamic[];
     const u32 start = (address(dynamic) + 1023) & ~1023u;
     unsigned char* const base = dynamic + (start - address(dynamic));
@@ -295,17 +304,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #if CONSUMERS > 1
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
 #endif
-        if (threadIdx.x - WORKERS < (TOKENS ? 32 : 1)) {
+        if (threadIdx.x == WORKERS) {
             Ring ring;
             for (int tile = cluster; tile < p.tiles(); tile += clusters) {
                 int row, column;
                 p.place(tile, rank, row, column);
                 for (int leaf = first_leaf; leaf < first_leaf + p.leaves; ++leaf) {
-                    const int steps = p.steps(leaf);
+                    const int steps = p.steps();
                     for (int step = 0; step < steps; ++step, ring.next()) {
                         const u32 barrier = full + 8 * ring.stage, to = start + ring.stage * (A_BYTES + B_BYTES);
                         barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-                        if (lane == 0) barrier_expect(barrier, A_BYTES + B_BYTES);
+                        barrier_expect(barrier, p.bytes);
                         copy_step(a, b, to, barrier, row, column, leaf * p.depth + step * DEPTH, rank);
                     }
                 }
@@ -334,46 +343,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         int row, column;
         p.place(tile, rank, row, column);
         row += group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-        for (int leaf = 0; leaf < p.leaves; ++leaf) {
-            const int steps = p.steps(first_leaf + leaf);
-            u32 before = 0;
-            pin(acc);
-            for (int step = 0; step < steps; ++step, ring.next()) {
-                barrier_wait(full + 8 * ring.stage, ring.phase);
-                const u32 a_at = start + ring.stage * (A_BYTES + B_BYTES), b_at = a_at + A_BYTES;
-                const u64 x = descriptor(a_at + group * CHUNK, A_ACROSS), y = descriptor(b_at, B_ACROSS);
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-                for (int g = 0; g < DEPTH / GROUP; ++g)
-                    multiply(acc, x + g * (A_ACROSS ? GROUP * LINE >> 4 : 2), y + g * (B_ACROSS ? GROUP * LINE >> 4 : 2), step | g);
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                await_products<1>();
-                if (step && lane < (PAIR ? 2 : 1)) barrier_arrive(before, lane);
-                before = empty + 8 * ring.stage;
-            }
-            await_products<0>();
-            pin(acc);
-            if (steps && lane < (PAIR ? 2 : 1)) barrier_arrive(before, lane);
-            if (TOKENS && !steps)
-#pragma unroll
-                for (int i = 0; i < FLOATS; ++i) acc[i] = 0.0f;
-            if (p.leaves == 1) continue;
 #if KEEP0 + SHARED0
-            const bool last = leaf == p.leaves - 1;
-            if (leaf & 1) {
-                leaves.join(acc);
-                if (leaf & 2) {
-                    pairs.join(acc);
-                    if (leaf & 4) fours.join(acc);
-                    else if (!last) fours.put(acc);
-                } else if (!last) pairs.put(acc);
-            } else leaves.put(acc);
-#endif
+        for (int leaf = 0; leaf < p.leaves; leaf += 2) {
+            accumulate(acc, ring, p.steps(), start, empty, group, lane);
+            leaves.put(acc);
+            accumulate(acc, ring, p.steps(), start, empty, group, lane);
+            leaves.join(acc);
+            const bool last = leaf + 2 == p.leaves;
+            if (leaf & 2) {
+                pairs.join(acc);
+                if (leaf & 4) fours.join(acc);
+                else if (!last) fours.put(acc);
+            } else if (!last) pairs.put(acc);
         }
+#else
+        accumulate(acc, ring, p.steps(), start, empty, group, lane);
+#endif
         if (GROUPS == 1) {
-            store<COLUMNS / 8>(p.out, acc, row, column, p.rows, p.columns, lane);
+            store<COLUMNS / 8>(p.out, acc, row, column, p.rows, p.columns, p.columns, lane);
         } else {
-            constexpr int SHARE = QUADS / GROUPS;
+            constexpr int SHARE = (QUADS + GROUPS - 1) / GROUPS;
             asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");  // the stages are read
             float4* const mine = (float4*)base + threadIdx.x;
 #pragma unroll
@@ -382,10 +371,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             float sum[4 * SHARE];
 #pragma unroll
             for (int i = 0; i < SHARE; ++i) {
-                const float4 v = joined<GROUPS>(address(mine) + (rank * SHARE + i) * WORKERS * 16, 0);
+                const int quad = min(rank * SHARE + i, QUADS - 1);
+                const float4 v = joined<GROUPS>(address(mine) + quad * WORKERS * 16, 0);
                 sum[4 * i] = v.x, sum[4 * i + 1] = v.y, sum[4 * i + 2] = v.z, sum[4 * i + 3] = v.w;
             }
-            store<SHARE>(p.out, sum, row, column + 8 * SHARE * rank, p.rows, p.columns, lane);
+            store<SHARE>(p.out, sum, row, column + 8 * SHARE * rank, p.rows, p.columns, min(p.columns, column + COLUMNS), lane);
         }
     }
     if (CLUSTER > 1) cluster_sync();

@@ -1,4 +1,4 @@
-"""Hopper products of det_gemm in CUDA C++ (``sm90.cu.h``): shapes, workspaces and launches. Which shapes come here says ``sm90_plans``."""
+"""Hopper products of det_gemm in CUDA C++ (``sm90.cu.h``): operands, workspace and launch. Which shapes come here says ``sm90_plans``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SOURCE = CudaSource("det_gemm", HERE / "sm90.cu.h", HERE / "sm90.py", HERE / "sm
 
 class _Problem(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "desks", "index", "offsets")),
-        *((name, ctypes.c_int) for name in ("rows", "columns", "depth", "leaves", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("out", "desks")),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "depth", "leaves", "bytes")),
     ]
 
 
@@ -28,7 +28,7 @@ def takes(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leaves: int, dept
     if not _hopper(out.device) or not out.numel() or not a.numel() or leaves > MOST_LEAVES:
         return False
     aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 for x in (a, b))
-    return aligned and out.shape[1] % 8 == 0 and (leaves == 1 or depth % DEPTH == 0)
+    return aligned and out.shape[1] % 8 == 0 and depth % DEPTH == 0
 
 
 @functools.cache
@@ -36,42 +36,39 @@ def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def contract(op: str | None, a: torch.Tensor, b: torch.Tensor, across: bool, leaves: int, out: torch.Tensor, plan: Plan) -> None:
+def contract(op: str, a: torch.Tensor, b: torch.Tensor, across: bool, leaves: int, out: torch.Tensor, plan: Plan) -> None:
     """out = a·bᵀ (a·b when b lies ``across``), contracted in ``leaves`` leaves. a: [rows, depth], unit strides along rows."""
-    maps = _map(a, plan.rows), _map(b, DEPTH if across else plan.columns)
-    problem = _Problem(out.data_ptr(), 0, 0, 0, *out.shape, a.shape[1] // leaves, leaves // plan.groups, 0)
-    _launch(op, plan, leaves, False, across, False, (*maps, *maps), problem, out)
-
-
-def _launch(op, plan, leaves, a_across, b_across, tokens, maps, problem, out) -> None:  # type: ignore[no-untyped-def]
-    waiting = desks(plan, leaves // plan.groups)
-    kernel = _kernel(out.device, plan, waiting, a_across, b_across, tokens, out.dtype == torch.float32)
-    down, across = -(-problem.rows // plan.cluster_rows), -(-problem.columns // plan.cluster_columns)
-    clusters = down * across if plan.groups > 1 else min(down * across, processors(out.device) // plan.cluster)
+    (rows, columns), each = out.shape, leaves // plan.groups
+    waiting = desks(plan, each)
+    kernel = _kernel(out.device, plan, waiting, across, out.dtype == torch.float32)
+    tiles = -(-rows // plan.cluster_rows) * -(-columns // plan.cluster_columns)
+    clusters = tiles if plan.groups > 1 else min(tiles, processors(out.device) // plan.cluster)
     blocks = clusters * plan.cluster
+    a_rows = plan.rows // 2 if plan.pair == "a" else min(plan.rows, rows)  # few rows: what the others hold is never read back
+    b_rows = DEPTH if across else plan.columns // (2 if plan.pair == "b" else 1)
+    filled = stage_bytes(plan, across) - (0 if plan.pair == "a" else (plan.rows - a_rows) * DEPTH * 2)
     workspace = out.new_empty(blocks * waiting.workspace, dtype=torch.float32)
-    problem.desks = workspace.data_ptr()
-    kernel.launch(blocks, [*maps, problem], out.device)
-    if op is not None:
-        ran(op, SOURCE)
+    problem = _Problem(out.data_ptr(), workspace.data_ptr(), rows, columns, a.shape[1] // leaves, each, filled)
+    kernel.launch(blocks, (_map(a, a_rows), _map(b, b_rows), problem), out.device)
+    ran(op, SOURCE)
 
 
 @functools.cache
-def _kernel(device: torch.device, plan: Plan, waiting: Desks, a_across: bool, b_across: bool, tokens: bool, float_out: bool) -> CudaKernel:
+def _kernel(device: torch.device, plan: Plan, waiting: Desks, across: bool, float_out: bool) -> CudaKernel:
     definitions = {
         "CONSUMERS": plan.consumers, "COLUMNS": plan.columns, "STAGES": plan.stages, "GROUPS": plan.groups, "PAIR": ord(plan.pair or "\0"),
-        "A_ACROSS": int(a_across), "B_ACROSS": int(b_across), "TOKENS": int(tokens), "FLOAT_OUT": int(float_out),
+        "ACROSS": int(across), "FLOAT_OUT": int(float_out),
         **{f"KEEP{level}": kept for level, kept in enumerate(waiting.kept)},
         **{f"SHARED{level}": shared for level, shared in enumerate(waiting.shared)},
     }  # fmt: skip
-    code = SOURCE.compiled(definitions, {"wgmma.h": _instruction(plan.columns, a_across, b_across)})
+    code = SOURCE.compiled(definitions, {"wgmma.h": _instruction(plan.columns, across)})
     workers = 128 * plan.consumers
-    shared = 1024 + plan.stages * (stage_bytes(plan, b_across) + 16) + 4 * workers * sum(waiting.shared)
+    shared = 1024 + plan.stages * (stage_bytes(plan, across) + 16) + 4 * workers * sum(waiting.shared)
     exchanged = 1024 + 4 * workers * plan.columns // 2 if plan.groups > 1 else 0
     return CudaKernel(code, "product", device, workers + 128, max(shared, exchanged))
 
 
-def _instruction(columns: int, a_across: bool, b_across: bool) -> str:
+def _instruction(columns: int, across: bool) -> str:
     """The matrix instruction of 64 rows, ``columns`` columns and 16 products, as a function: its operands are the accumulators by name."""
     floats = columns // 2
     names, operands = (", ".join(template.format(i) for i in range(floats)) for template in ("%{}", '"+f"(acc[{}])'))
@@ -79,12 +76,12 @@ def _instruction(columns: int, a_across: bool, b_across: bool) -> str:
         f"__device__ __forceinline__ void multiply(float (&acc)[{floats}], unsigned long long a, unsigned long long b, int keep) {{\n"
         f'asm volatile("{{\\n.reg .pred keep;\\nsetp.ne.b32 keep, %{floats + 2}, 0;\\n"\n'
         f'"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{names}}}, %{floats}, %{floats + 1}, keep, 1, 1, '
-        f'{int(a_across)}, {int(b_across)};\\n}}" : {operands} : "l"(a), "l"(b), "r"(keep));\n}}\n'
+        f'0, {int(across)};\\n}}" : {operands} : "l"(a), "l"(b), "r"(keep));\n}}\n'
     )
 
 
 def _map(x: torch.Tensor, rows: int) -> ctypes.Array[ctypes.c_uint64]:
-    return _mapped(x.data_ptr(), tuple(x.shape), x.stride(0), rows)
+    return _mapped(x.data_ptr(), (x.shape[0], x.shape[1]), x.stride(0), rows)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ MOST_LEAVES = 8
 """Leaves that one launch joins, at most."""
 _SHARED_BYTES = 232_448
 _KEPT = 48
-"""Floats of a finished subtree that a thread keeps in registers, at most; twice as many where its accumulator is half as wide."""
+"""Floats of a finished subtree that a thread keeps in registers beside a wide accumulator."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def desks(plan: Plan, leaves: int) -> Desks:
     floats = plan.columns // 2
     levels = leaves.bit_length() - 1
     room = max(0, _SHARED_BYTES - 1024 - plan.stages * (stage_bytes(plan, True) + 16)) // (4 * 128 * plan.consumers) // 4 * 4
-    spare = _KEPT * (2 if floats <= 64 else 1)
+    spare = 128 if floats <= 64 else floats if floats <= 96 else _KEPT
     kept, shared = [0, 0, 0], [0, 0, 0]
     for level in range(levels):
         kept[level] = min(floats, spare)
@@ -79,43 +79,43 @@ def desks(plan: Plan, leaves: int) -> Desks:
     return Desks((kept[0], kept[1], kept[2]), (shared[0], shared[1], shared[2]), 2 * floats * 128 * plan.consumers if any(waits) else 0)
 
 
-# (at most this many rows, leaf depth at most this, columns at least and at most this, plan or None for the Triton tiles), the first that
-# fits; None: any number. Measured on an H200 against the Triton tiles.
-_Row = tuple[int | None, int | None, int, int | None, Plan | None]
+# (at most this many rows of output, at most this many columns, plan or None for the Triton tiles), the first that fits; None: any number.
+# Measured on an H200 beside torch's default and the Triton tiles: about one tile a multiprocessor as long as there are few rows, then wide
+# tiles whose pairs share copies. Wide tiles lose in split order: too few registers are left for what waits.
+_Row = tuple[int | None, int | None, Plan | None]
 _PLAIN: tuple[_Row, ...] = (
-    (32, None, 0, None, None),
-    (64, None, 5120, 6336, Plan(1, 48, 8)),
-    (64, None, 20480, 32768, Plan(1, 192, 6)),
-    (128, None, 5120, 6336, Plan(2, 48, 8)),
-    (128, None, 16384, None, Plan(2, 192, 4)),
-    (256, None, 16384, 32768, Plan(2, 192, 4)),
-    (512, None, 5120, 6336, Plan(2, 192, 4)),
-    (1024, None, 0, None, None),
-    (None, None, 4096, None, Plan(2, 256, 4)),
+    (64, 1056, Plan(1, 8, 12)),
+    (64, 3168, Plan(1, 24, 12)),
+    (64, 6336, Plan(1, 48, 10)),
+    (64, 32768, Plan(1, 96, 8)),
+    (64, None, None),
+    (None, 3071, None),
+    (128, 6336, Plan(2, 48, 8)),
+    (128, 12672, Plan(2, 96, 7)),
+    (128, None, Plan(2, 192, 5)),
+    (256, 6336, Plan(2, 96, 7)),
+    (256, None, Plan(2, 192, 5, pair="b")),
+    (512, 12672, Plan(2, 192, 5)),
+    (1024, 12672, Plan(2, 192, 5, pair="b")),
+    (None, None, Plan(2, 256, 4, pair="b")),
 )
 _SPLIT: tuple[_Row, ...] = (
-    (32, None, 0, None, None),
-    (64, None, 4096, 8192, Plan(1, 256, 4, groups=4)),
-    (128, 512, 4096, 8192, Plan(2, 256, 3, groups=4)),
-    (128, None, 0, None, None),
-    (256, None, 4096, 8192, Plan(2, 128, 4, groups=2)),
-    (512, None, 4096, 8192, Plan(2, 256, 3, groups=2)),
-    (None, 1024, 4096, None, Plan(2, 128, 4)),
-    (None, None, 4096, None, Plan(2, 256, 3)),
+    (None, 2047, None),
+    (64, 8192, Plan(1, 72, 10, groups=2)),
+    (128, 8192, Plan(2, 64, 8, groups=2)),
+    (256, 8192, Plan(2, 128, 4, groups=2)),
+    (256, None, None),
+    (512, None, Plan(2, 128, 4)),
+    (None, None, Plan(2, 128, 4, pair="b")),
 )
-_ACROSS: tuple[_Row, ...] = (
-    (1024, None, 0, None, None),
-    (None, 1024, 4096, None, Plan(2, 128, 4)),
-)
+_ACROSS_PLAIN: tuple[_Row, ...] = ((1024, None, None), (None, 2047, None), (None, None, Plan(2, 256, 4, pair="b")))
+_ACROSS_SPLIT: tuple[_Row, ...] = ((1024, None, None), (None, 2047, None), (None, None, Plan(2, 128, 4, pair="b")))
 
 
-def product_plan(rows: int, columns: int, depth: int, leaves: int, across: bool) -> Plan | None:
-    """Plan of x·wᵀ (dy·w: ``across``) of [rows, columns] with ``leaves`` leaves of ``depth``; None: the Triton tiles are for it."""
-    if leaves not in (1, MOST_LEAVES) or (across and leaves == 1):
+def product_plan(rows: int, columns: int, leaves: int, across: bool) -> Plan | None:
+    """Plan of x·wᵀ (dy·w: ``across``) of [rows, columns] in ``leaves`` leaves; None: the Triton tiles are for it."""
+    if leaves not in (1, MOST_LEAVES):
         return None
-    table = _ACROSS if across else _PLAIN if leaves == 1 else _SPLIT
-    fits = (
-        plan for most, deep, narrow, wide, plan in table
-        if (most is None or rows <= most) and (deep is None or depth <= deep) and columns >= narrow and (wide is None or columns <= wide)
-    )  # fmt: skip
-    return next(fits, None)
+    plain, split = (_ACROSS_PLAIN, _ACROSS_SPLIT) if across else (_PLAIN, _SPLIT)
+    table = plain if leaves == 1 else split
+    return next(plan for most, wide, plan in table if (most is None or rows <= most) and (wide is None or columns <= wide))

@@ -314,7 +314,7 @@ def _contract_by_shape(op: str, a: torch.Tensor, b: torch.Tensor, transposed: bo
     """out = a·bᵀ (a·b when transposed) by the row of the tables for this card and shape; every row gives the same bytes."""
     depth = a.shape[1] // splits
     rows, columns = out.shape
-    plan = product_plan(rows, columns, depth, splits, transposed) if sm90.takes(a, b, out, splits, depth) else None
+    plan = product_plan(rows, columns, splits, transposed) if sm90.takes(a, b, out, splits, depth) else None
     if plan:
         sm90.contract(op, a, b, transposed, splits, out, plan)
     else:
