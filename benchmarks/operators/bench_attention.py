@@ -3,8 +3,8 @@
     PYTHONPATH=. OUT=. python3 benchmarks/operators/bench_attention.py [decode|prefill|backward ...]
 
 Qwen3-8B's heads. Bytes come first: a decode step is compared with the prefill of the same tokens, and nothing is timed if they differ. A
-decode step runs as many layers as fill the second-level cache several times, each with pages of its own, in one graph; its time is per
-layer. Writes $OUT/bench_attention.json.
+decode step runs as many layers as fill the second-level cache several times, each with pages of its own, in one graph; its time is that of
+all of them. Writes $OUT/bench_attention.json.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _decode(report: Report, batch: int, keys: int, sizes: Sequence[tuple[int, in
         for name, splits in (("FlashAttention 3", 0), ("FlashAttention 3, one split", 1)):
             arms[name] = lambda table, splits=splits: flash(q, k, v, few, 1, room, splits, lengths, table)
     replays = {name: graphed(lambda run=run: [run(table) for table in tables])[0] for name, run in arms.items()}
-    report.timed(f"decode {batch} x {keys}", replays, layers=layers)
+    report.timed(f"decode {batch} x {keys}, {layers} layers", replays)
 
 
 def _packed(rows: int, batch: int) -> tuple[torch.Tensor, ...]:
