@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -70,3 +71,17 @@ def test_the_kernel_id_is_declared_and_covers_the_source(tmp_path: Path) -> None
     changed = tmp_path / "sm90.cu.h"
     changed.write_text(sm90.SOURCE.files[0].read_text() + "\n")
     assert CudaSource("det_gemm", changed, *sm90.SOURCE.files[1:]).kernel_id != sm90.SOURCE.kernel_id
+
+
+def test_recorded_times_are_those_of_the_tables() -> None:
+    found = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "det_gemm_h200.json").read_text())
+    timed = {case: row for case, row in found["times"].items() if "ratio" in row}
+    assert len(timed) > 50
+    for case, row in timed.items():
+        assert row["ratio"] == round(row["det_gemm_us"][1] / row["torch_us"][1], 3), case
+        if "weight gradient" not in case:
+            across = "input gradient" in case
+            plan = product_plan(row["rows"], row["k"] if across else row["n"], row["leaves"], across)
+            assert row["plan"] == (str(plan) if plan else "Triton"), case
+    for name, kept in found["summary"].items():
+        assert kept["worst"] <= max(row["ratio"] for row in timed.values()), name
