@@ -19,12 +19,10 @@ from rlk.kernels.attention.triton_backward import attention_delta, attention_key
 from rlk.kernels.attention.triton_decode import attention_decode
 from rlk.kernels.attention.triton_forward import OWNED, PAGED, WHOLE, attention_forward, attention_join
 from rlk.kernels.attention.triton_hopper import attention_forward_hopper
-from rlk.kernels.attention.triton_hopper_backward import attention_key_gradient_hopper
 from rlk.kernels.checked import check_once
 
 SOURCE = TritonSource("attention")
 LARGEST_TILE, LARGEST_DIM = 128, 256
-HOPPER_REGISTERS = 168  # of a thread when a program of three groups of warps starts; they deal them out anew
 WORKSPACE = 1 << 28  # most fp32 values of split states that are kept in memory; beyond it a program joins its own splits
 
 
@@ -120,12 +118,9 @@ def paged(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Ten
     return Keys(k, v, heads, strides, table.shape[1] * page, seq_lens.contiguous(), table, pages, page)
 
 
-def hopper_stages(segments: Segments, group: int, dim: int, kv_tile: int, device: torch.device) -> int:
-    """Pairs of tiles of keys and values that a Hopper program keeps in shared memory; 0: the kernels for Hopper do not run this.
-
-    They run whole sequences; a rank that owns a part of one takes the kernels that every card runs.
-    """
-    if platform() != "cuda" or segments.kind != WHOLE.value or dim != 128 or kv_tile not in (64, 128) or 128 % group:
+def hopper_stages(group: int, dim: int, kv_tile: int, device: torch.device) -> int:
+    """Pairs of tiles of keys and values that a Hopper program keeps in shared memory; 0: attention_forward_hopper does not run this."""
+    if platform() != "cuda" or dim != 128 or kv_tile not in (64, 128) or 128 % group:
         return 0
     return 256 // kv_tile if device.type == "meta" or torch.cuda.get_device_capability(device) == (9, 0) else 0
 
@@ -146,13 +141,12 @@ def run_forward(
         return out, lse2
     group = heads // keys.heads
     states = triton.cdiv(rows, segments.number) * group
-    stages = hopper_stages(segments, group, dim, kv_tile, q.device) if tiles is None and states > 64 else 0
+    stages = hopper_stages(group, dim, kv_tile, q.device) if segments.kind != PAGED.value and tiles is None and states > 64 else 0
     if stages:
         SOURCE.launch(
             attention_forward_hopper, (rows // (128 // group) + segments.number, keys.heads),
             q, keys.k, keys.v, out, lse2, segments.table, segments.number, rows, scale * math.log2(math.e), q.stride(0), q.stride(1),
-            *keys.strides[:4], op=op, GROUP=group, KV_TILE=kv_tile, KV_SPLIT=kv_split, STAGES=stages, KIND=segments.kind,
-            maxnreg=HOPPER_REGISTERS,
+            *keys.strides[:4], op=op, GROUP=group, KV_TILE=kv_tile, KV_SPLIT=kv_split, STAGES=stages, KIND=segments.kind, maxnreg=168,
         )  # fmt: skip
         return out, lse2
     tiles = tiles or forward_tiles(states, kv_tile, dim)
@@ -267,9 +261,9 @@ def _delta(out: torch.Tensor, d_out: torch.Tensor, lse2: torch.Tensor, sums: tor
 
 def _backward(
     kernel: object, outputs: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles,
-    step: int, constants: dict[str, int] | None = None,
+    step: int,
 ) -> None:  # fmt: skip
-    """inputs: q, k, v, d_out, lse2, delta. step: rows of the outputs that one program owns. constants: those of a kernel of its own."""
+    """inputs: q, k, v, d_out, lse2, delta. step: rows of the outputs that one program owns."""
     q, k, v, d_out = (_heads(x) for x in inputs[:4])
     lse2, sums = inputs[4:]
     if lse2.stride() != sums.stride():
@@ -278,12 +272,11 @@ def _backward(
     _require_size("attention.backward", 16, dim)
     if not rows:
         return
-    if constants is None:
-        constants = {"DIM": dim, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     SOURCE.launch(
         kernel, (rows // step + segments.number, k.shape[1]), q, k, v, d_out, lse2, sums, *outputs, segments.table, segments.number, rows,
         scale * math.log2(math.e), scale, *(stride for x in (q, k, v, d_out, sums) for stride in x.stride()[:2]),
-        op="attention.backward", warps=tiles.warps, stages=tiles.stages, GROUP=group, KIND=segments.kind, **constants,
+        op="attention.backward", warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)), KIND=segments.kind,
     )  # fmt: skip
 
 
@@ -296,15 +289,9 @@ def run_query_gradient(inputs: tuple[torch.Tensor, ...], segments: Segments, sca
 
 
 def run_key_gradient(inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles | None = None) -> cpu.Pair:
-    """dk and dv; tiles asks for the kernel that every card runs."""
     q, k = inputs[:2]
-    dk, dv = k.new_empty(k.shape), k.new_empty(k.shape)
-    if tiles is None and hopper_stages(segments, q.shape[1] // k.shape[1], q.shape[2], 64, q.device):
-        constants = {"BLOCK": 64, "STAGES": 3, "maxnreg": HOPPER_REGISTERS}
-        _backward(attention_key_gradient_hopper, (dk, dv), inputs, segments, scale, Tiles(64, 128, 4, 1), 128, constants)
-    else:
-        tiles = tiles or key_gradient_tiles(q.shape[2])
-        _backward(attention_key_gradient, (dk, dv), inputs, segments, scale, tiles, tiles.n)
+    dk, dv, tiles = k.new_empty(k.shape), k.new_empty(k.shape), tiles or key_gradient_tiles(q.shape[2])
+    _backward(attention_key_gradient, (dk, dv), inputs, segments, scale, tiles, tiles.n)
     return dk, dv
 
 
@@ -401,9 +388,7 @@ def examples() -> None:
         for tile in (64, 128):
             out, lse2 = run_attention(q, k, k, offsets(3), 128**-0.5, tile, 1024)
         run_backward(q, k, k, out, lse2, q, offsets(3), 128**-0.5)
-        small, few = q[..., :64], k[..., :64]
-        out, lse2 = run_attention(small, few, few, offsets(3), 64**-0.5, 64, 1024)
-        run_backward(small, few, few, out, lse2, small, offsets(3), 64**-0.5)
+        run_attention(q[..., :64], k[..., :64], k[..., :64], offsets(3), 64**-0.5, 64, 1024)
         cache, table = make(1024, 8, 16, 256), make(64, 512, dtype=torch.int32)
         for sequences in (2, 64):
             run_paged(q[:sequences], cache, table[:sequences], offsets(sequences + 1), offsets(sequences), 128**-0.5, 64, 1024)

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
+    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -43,9 +44,10 @@ def find_block(segments, count, block, KIND: gl.constexpr, STEP: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(k, v, k_row_stride, v_row_stride, end, ring, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
+def load_keys(
+    k, v, k_row_stride, v_row_stride, end, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, KV_TILE: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Copies the tiles of keys 0 … end-1 and their values into shared memory; keys beyond are +0."""
-    k_tiles, v_tiles, k_ready, v_ready, k_free, v_free = ring
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     row = gl.arange(0, KV_TILE, layout=gl.SliceLayout(1, rows))
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, rows))
@@ -63,22 +65,6 @@ def load_keys(k, v, k_row_stride, v_row_stride, end, ring, KV_TILE: gl.constexpr
 
 
 @gluon.jit
-def ones_tile(KV_TILE: gl.constexpr):
-    """Ones [8, KV_TILE] in shared memory: P times their transpose is the sum of each row of P, in every column."""
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tile = gl.allocate_shared_memory(gl.bfloat16, [8, KV_TILE], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-    tile.store(gl.full([8, KV_TILE], 1.0, gl.bfloat16, layout=rows))
-    fence_async_shared()
-    return tile
-
-
-@gluon.jit
-def rounded(p):
-    """p in bf16, two values an instruction."""
-    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True, pack=2)
-
-
-@gluon.jit
 def softmax(scores, m, positions, key, c, MASKED: gl.constexpr):
     """(P in bf16, new maximum, α) of one tile."""
     t = scores * c
@@ -86,35 +72,32 @@ def softmax(scores, m, positions, key, c, MASKED: gl.constexpr):
         t = gl.where(key[None, :] <= positions[:, None], t, MINUS_INFINITY)
     top = gl.maximum(m, gl.max(t, 1))
     base = gl.where(top == MINUS_INFINITY, 0.0, top)
-    return rounded(exp2(t - base[:, None])), top, exp2(m - base)
+    return exp2(t - base[:, None]).to(gl.bfloat16), top, exp2(m - base)
 
 
 @gluon.jit
 def advance(
-    m, s, o, p, total_m, total_s, tile, low, positions, column, none, c, q_tile, o_tile, ones, ring, KV_TILE: gl.constexpr,
-    KV_SPLIT: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    m, s, o, p, total_m, total_s, tile, low, positions, column, ones, none, c, q_tile, o_tile, k_tiles, v_tiles, k_ready, v_ready, k_free,
+    v_free, KV_TILE: gl.constexpr, KV_SPLIT: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and P of the tile of keys from ``low`` on, while the values of the tile before it, whose P is ``p``, are taken into o."""
-    k_tiles, v_tiles, k_ready, v_ready, k_free, v_free = ring
     o_layout: gl.constexpr = o.type.layout
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     s_layout: gl.constexpr = s.type.layout
     slot = tile % STAGES
     last = (tile - 1) % STAGES
+    mbarrier.wait(v_ready.index(last), (tile - 1) // STAGES & 1)
     mbarrier.wait(k_ready.index(slot), tile // STAGES & 1)
     scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
     operand = gl.convert_layout(p, gl.DotOperandLayout(0, o_layout, 2))
     pending = warpgroup_mma(operand, v_tiles.index(last), o, is_async=True)
-    summed = warpgroup_mma(operand, ones.permute((1, 0)), s, is_async=True)
-    scores = warpgroup_mma_wait(2, deps=[scores])
+    scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_free.index(slot), count=1)
     before = m
     if KV_SPLIT > 0:
         before = gl.where(low % KV_SPLIT == 0, MINUS_INFINITY, m)
     p, top, alpha = softmax(scores, before, positions, low + column, c, MASKED)
-    # Wanted by the next tile only: waited for here, it keeps the compiler from moving P behind the end of the products.
-    mbarrier.wait(v_ready.index(slot), tile // STAGES & 1)
-    o, s, operand = warpgroup_mma_wait(0, deps=[pending, summed, operand])
+    o, operand = warpgroup_mma_wait(0, deps=[pending, operand])
     mbarrier.arrive(v_free.index(last), count=1)
     if KV_SPLIT > 0:  # noqa: SIM102 - known when compiled
         if low % KV_SPLIT == 0:
@@ -128,63 +111,68 @@ def advance(
                 o_tile.store(joined)
             o = gl.zeros([HALF, DIM], gl.float32, layout=o_layout)
             s = gl.zeros([HALF, 8], gl.float32, layout=s_layout)
-    s = s * gl.convert_layout(alpha, gl.SliceLayout(1, s_layout))[:, None]
+    s = mma_v2(
+        gl.convert_layout(p, gl.DotOperandLayout(0, s_layout, 2)), ones, s * gl.convert_layout(alpha, gl.SliceLayout(1, s_layout))[:, None]
+    )
     o = o * gl.convert_layout(alpha, o_rows)[:, None]
     return top, s, o, p, total_m, total_s
 
 
 @gluon.jit
 def attend(
-    q_tile, o_tile, ones, ring, plain, end, positions, c, KV_TILE: gl.constexpr, KV_SPLIT: gl.constexpr, STAGES: gl.constexpr
+    q_tile, o_tile, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, tile, low, plain, high, positions, c, KV_TILE: gl.constexpr,
+    KV_SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """State over the tiles of keys 0 … end-1, at least one. plain: end of the tiles that every state sees whole.
+    """State over the tiles of keys low … high-1, at least one, the first of which is number ``tile`` in the ring of shared memory.
 
-    Returns m, s and o of the last split, and m and s of the splits before it, joined, whose o is in o_tile.
+    plain: end of the tiles that every state sees whole. Returns m, s (equal columns) and o of the last split, m and s of the splits before
+    it, joined, whose o is in o_tile, and the number of the next tile.
     """
-    k_tiles, v_tiles, k_ready, v_ready, k_free, v_free = ring
     t_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     t_rows: gl.constexpr = gl.SliceLayout(1, t_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     column = gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, t_layout))
+    ones = gl.full([KV_TILE, 8], 1.0, gl.bfloat16, layout=gl.DotOperandLayout(1, s_layout, 2))
     none = gl.zeros([HALF, KV_TILE], gl.float32, layout=t_layout)
     s = gl.zeros([HALF, 8], gl.float32, layout=s_layout)
     o = gl.zeros([HALF, DIM], gl.float32, layout=o_layout)
     total_m = gl.full([HALF], MINUS_INFINITY, gl.float32, layout=o_rows)
     total_s = gl.zeros([HALF], gl.float32, layout=o_rows)
-    mbarrier.wait(k_ready.index(0), 0)
-    scores = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
+    mbarrier.wait(k_ready.index(tile % STAGES), tile // STAGES & 1)
+    scores = warpgroup_mma(q_tile, k_tiles.index(tile % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_free.index(0), count=1)
-    p, m, _ = softmax(scores, gl.full([HALF], MINUS_INFINITY, gl.float32, layout=t_rows), positions, column, c, True)
-    mbarrier.wait(v_ready.index(0), 0)
-    tile = 1
-    for start in range(KV_TILE, plain, KV_TILE):
+    mbarrier.arrive(k_free.index(tile % STAGES), count=1)
+    p, m, _ = softmax(scores, gl.full([HALF], MINUS_INFINITY, gl.float32, layout=t_rows), positions, low + column, c, True)
+    s = mma_v2(gl.convert_layout(p, gl.DotOperandLayout(0, s_layout, 2)), ones, s)
+    tile += 1
+    for start in range(low + KV_TILE, plain, KV_TILE):
         m, s, o, p, total_m, total_s = advance(
-            m, s, o, p, total_m, total_s, tile, start, positions, column, none, c, q_tile, o_tile, ones, ring, KV_TILE, KV_SPLIT, STAGES,
-            False,
+            m, s, o, p, total_m, total_s, tile, start, positions, column, ones, none, c, q_tile, o_tile, k_tiles, v_tiles, k_ready, v_ready,
+            k_free, v_free, KV_TILE, KV_SPLIT, STAGES, False,
         )  # fmt: skip
         tile += 1
-    for start in range(gl.maximum(KV_TILE, plain), end, KV_TILE):
+    for start in range(gl.maximum(low + KV_TILE, plain), high, KV_TILE):
         m, s, o, p, total_m, total_s = advance(
-            m, s, o, p, total_m, total_s, tile, start, positions, column, none, c, q_tile, o_tile, ones, ring, KV_TILE, KV_SPLIT, STAGES,
-            True,
+            m, s, o, p, total_m, total_s, tile, start, positions, column, ones, none, c, q_tile, o_tile, k_tiles, v_tiles, k_ready, v_ready,
+            k_free, v_free, KV_TILE, KV_SPLIT, STAGES, True,
         )  # fmt: skip
         tile += 1
     last = tile - 1
+    mbarrier.wait(v_ready.index(last % STAGES), last // STAGES & 1)
     operand = gl.convert_layout(p, gl.DotOperandLayout(0, o_layout, 2))
     pending = warpgroup_mma(operand, v_tiles.index(last % STAGES), o, is_async=True)
-    summed = warpgroup_mma(operand, ones.permute((1, 0)), s, is_async=True)
-    o, s, operand = warpgroup_mma_wait(0, deps=[pending, summed, operand])
+    o, operand = warpgroup_mma_wait(0, deps=[pending, operand])
     mbarrier.arrive(v_free.index(last % STAGES), count=1)
-    return gl.convert_layout(m, o_rows), gl.convert_layout(gl.max(s, 1), o_rows), o, total_m, total_s
+    return gl.convert_layout(m, o_rows), gl.convert_layout(gl.max(s, 1), o_rows), o, total_m, total_s, tile
 
 
 @gluon.jit
 def multiply(
-    q, out, lse2, row, rows, offset, position, kv_head, heads, end, plain, c, q_row_stride, q_head_stride, q_tile, o_tile, ones, ring,
-    HALF_OF: gl.constexpr, GROUP: gl.constexpr, KV_TILE: gl.constexpr, KV_SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    q, out, lse2, row, rows, offset, position, kv_head, heads, end, plain, c, q_row_stride, q_head_stride, q_tile, o_tile, k_tiles, v_tiles,
+    k_ready, v_ready, k_free, v_free, HALF_OF: gl.constexpr, GROUP: gl.constexpr, KV_TILE: gl.constexpr, KV_SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The states HALF_OF·64 … HALF_OF·64 + 63 of a block, over all its tiles."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -199,7 +187,9 @@ def multiply(
     q_tile.store(gl.load(q + (at * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=real, other=0.0))
     fence_async_shared()
     positions = position + offset + (HALF_OF * HALF + gl.arange(0, HALF, layout=t_rows)) // GROUP
-    m, sums, o, total_m, total_s = attend(q_tile, o_tile, ones, ring, plain, end, positions, c, KV_TILE, KV_SPLIT, STAGES)
+    m, sums, o, total_m, total_s, _ = attend(
+        q_tile, o_tile, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, 0, 0, plain, end, positions, c, KV_TILE, KV_SPLIT, STAGES
+    )
     if KV_SPLIT > 0:  # noqa: SIM102 - known when compiled
         if end > KV_SPLIT:
             m, sums, o = join(total_m, total_s, o_tile.load(o_layout), m, sums, o)
@@ -239,23 +229,21 @@ def attention_forward_hopper(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ones = ones_tile(KV_TILE)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=128)
         mbarrier.init(v_ready.index(i), count=128)
         mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_free.index(i), count=2)
-    ring = (k_tiles, v_tiles, k_ready, v_ready, k_free, v_free)
     gl.warp_specialize(
         [
-            (load_keys, (k, v, k_row_stride, v_row_stride, end, ring, KV_TILE, STAGES)),
+            (load_keys, (k, v, k_row_stride, v_row_stride, end, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, KV_TILE, STAGES)),
             (multiply, (
                 q, out, lse2, row, rows, offset, position, kv_head, heads, end, plain, c, q_row_stride, q_head_stride, q_tiles.index(0),
-                o_tiles.index(0), ones, ring, 0, GROUP, KV_TILE, KV_SPLIT, STAGES,
+                o_tiles.index(0), k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, 0, GROUP, KV_TILE, KV_SPLIT, STAGES,
             )),
             (multiply, (
                 q, out, lse2, row, rows, offset, position, kv_head, heads, end, plain, c, q_row_stride, q_head_stride, q_tiles.index(1),
-                o_tiles.index(1), ones, ring, 1, GROUP, KV_TILE, KV_SPLIT, STAGES,
+                o_tiles.index(1), k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, 1, GROUP, KV_TILE, KV_SPLIT, STAGES,
             )),
         ],
         [4, 4],
