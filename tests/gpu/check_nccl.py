@@ -2,7 +2,7 @@
 
     OUT=. PYTHONPATH=. python tests/gpu/check_nccl.py
 
-Writes $OUT/check_nccl.json and exits 1 if a check failed.
+Writes $OUT/check_nccl.json after every section and exits 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def main() -> None:
                 found[name] = f"{type(error).__name__}: {error}"
                 failed.append(name)
             print(f"{'FAIL' if name in failed else 'ok  '} {name}: {str(found[name])[:700]}  ({time.time() - began:.1f} s)", flush=True)
+            facts = {**found, "failed": failed, "seconds": round(time.time() - started, 1)}
+            (Path(os.environ.get("OUT", ".")) / "check_nccl.json").write_text(json.dumps(facts, indent=1) + "\n")
 
         def holds(condition: bool, *facts: Any) -> None:
             if not condition:
@@ -83,13 +85,11 @@ def main() -> None:
         section("equal sums", equal_sums)
         section("lost rank", lost_rank)
         section("shared card", shared_card)
-        section("times", lambda: require(run(2, 2, "times", counts=TIMED))[0])
         section("tiny", lambda: training(TINY, SHORT))
         section("wide, uneven", lambda: training(WIDE, SHORT))
         section("wide, 4096 tokens", lambda: training(replace(WIDE, max_positions=2048), LONG))
-    found |= {"failed": failed, "seconds": round(time.time() - started, 1)}
-    (Path(os.environ.get("OUT", ".")) / "check_nccl.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"check_nccl: {len(failed)} sections failed, {found['seconds']} s")
+        section("times", lambda: require(run(2, 2, "times", counts=TIMED))[0])
+    print(f"check_nccl: {len(failed)} sections failed, {time.time() - started:.1f} s")
     sys.exit(1 if failed else 0)
 
 

@@ -115,7 +115,7 @@ def update(rank: int, job: dict[str, Any]) -> dict[str, Any]:
         rewards, groups = [float(i % 2) for i in range(len(held))], [0] * len(held)
         steps = []
         for _ in range(2):
-            steps.append(trainer.step(held, rewards, groups, trainer.score(held), lr=1e-3).as_dict())
+            steps.append(trainer.step(held, rewards, groups, trainer.score(held), lr=1e-5).as_dict())
         result: dict[str, Any] = {"steps": steps, "scores": trainer.score(held)}
         old = trainer.score(held)
 
