@@ -141,7 +141,8 @@ def run_forward(
         return out, lse2
     group = heads // keys.heads
     states = triton.cdiv(rows, segments.number) * group
-    stages = hopper_stages(group, dim, kv_tile, q.device) if segments.kind != PAGED.value and tiles is None and states > 64 else 0
+    # A rank that owns a part of a sequence takes the kernel that every card runs: only whole sequences were compared on a card so far.
+    stages = hopper_stages(group, dim, kv_tile, q.device) if segments.kind == WHOLE.value and tiles is None and states > 64 else 0
     if stages:
         SOURCE.launch(
             attention_forward_hopper, (rows // (128 // group) + segments.number, keys.heads),
