@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from rlk.contract.models import ModelShape
-from rlk.loop.tokenizer import TextTokenizer
-from rlk.model.config import Qwen3Config
-from rlk.model.weights import load_checkpoint
+from rlk.loop.tokenizer import TextTokenizer, byte_tokenizer_files
+from rlk.model.config import CheckpointError, Qwen3Config
+from rlk.model.weights import load_checkpoint, save_checkpoint
 
 LABEL_FILE = "rlk.json"
 
@@ -66,6 +68,21 @@ def shape_config(shape: ModelShape, layers: int | None = None) -> Qwen3Config:
         rope_theta=shape.rope_theta,
         max_position_embeddings=shape.max_positions,
     )
+
+
+def require_new(directory: Path) -> None:
+    """Raise PrepareError if ``directory`` exists."""
+    if directory.exists():
+        raise PrepareError(f"{directory}: exists already; choose a new directory or remove it")
+
+
+def save_labelled(directory: Path, config: Qwen3Config, tensors: Mapping[str, torch.Tensor], label: Label) -> None:
+    """Write a checkpoint with the byte tokenizer and its label. Raises PrepareError if it cannot be written."""
+    files = {**byte_tokenizer_files(config.max_position_embeddings), LABEL_FILE: label.model_dump_json(indent=2) + "\n"}
+    try:
+        save_checkpoint(directory, config, tensors, files=files)
+    except CheckpointError as error:
+        raise PrepareError(str(error)) from error
 
 
 def read_label(directory: Path) -> Label:

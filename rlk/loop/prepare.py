@@ -18,10 +18,10 @@ from torch.nn.functional import cross_entropy
 
 from rlk.contract.models import TINY
 from rlk.loop.arithmetic import TERMS, Problem, problems, worked_solution
-from rlk.loop.labels import LABEL_FILE, PrepareError, TinyLabel, shape_config
-from rlk.loop.tokenizer import END, PAD, byte_tokenizer, byte_tokenizer_files
-from rlk.model.config import CheckpointError, Qwen3Config
-from rlk.model.weights import model_hash, save_checkpoint
+from rlk.loop.labels import PrepareError, TinyLabel, require_new, save_labelled, shape_config
+from rlk.loop.tokenizer import END, PAD, byte_tokenizer
+from rlk.model.config import Qwen3Config
+from rlk.model.weights import model_hash
 
 STEPS = 260
 _BATCH = 16
@@ -53,8 +53,7 @@ def prepare_tiny(directory: Path, *, seed: int = 0, steps: int | None = None) ->
     The directory appears whole or not at all. Raises PrepareError if it exists or ``steps`` is negative.
     """
     directory, steps = Path(directory), STEPS if steps is None else steps
-    if directory.exists():
-        raise PrepareError(f"{directory}: exists already; choose a new directory or remove it")
+    require_new(directory)
     if steps < 0:
         raise PrepareError(f"steps={steps} must not be negative")
     config = tiny_config()
@@ -68,11 +67,7 @@ def prepare_tiny(directory: Path, *, seed: int = 0, steps: int | None = None) ->
         torch_version=torch.__version__,
         model_hash=model_hash(tensors),
     )
-    files = {**byte_tokenizer_files(config.max_position_embeddings), LABEL_FILE: label.model_dump_json(indent=2) + "\n"}
-    try:
-        save_checkpoint(directory, config, tensors, files=files)
-    except CheckpointError as error:
-        raise PrepareError(str(error)) from error
+    save_labelled(directory, config, tensors, label)
     return TinyCheckpoint(directory, label.model_hash, seed, steps, final_loss)
 
 

@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY, ModelShape
-from rlk.loop.labels import LABEL_FILE, PrepareError, SyntheticLabel, shape_config
-from rlk.loop.tokenizer import byte_tokenizer_files
-from rlk.model.config import CheckpointError, Qwen3Config
+from rlk.loop.labels import PrepareError, SyntheticLabel, require_new, save_labelled, shape_config
+from rlk.model.config import Qwen3Config
 from rlk.model.layout import hf_shapes
-from rlk.model.weights import model_hash, save_checkpoint
+from rlk.model.weights import model_hash
 
 SHAPES: dict[str, ModelShape] = {shape.name: shape for shape in (TINY, QWEN3_8B, QWEN3_8B_UPDATED)}
 GENERATOR = "splitmix64-four-fields-1"
@@ -58,8 +57,7 @@ def prepare_synthetic(shape: str, directory: Path, *, layers: int | None = None,
     directory = Path(directory)
     if shape not in SHAPES:
         raise PrepareError(f"shape {shape!r} is unknown: use one of {', '.join(SHAPES)}")
-    if directory.exists():
-        raise PrepareError(f"{directory}: exists already; choose a new directory or remove it")
+    require_new(directory)
     most = SHAPES[shape].layers
     if layers is not None and not 1 <= layers <= most:
         raise PrepareError(f"layers={layers} is not between 1 and the {most} of {shape}: choose one of these")
@@ -73,11 +71,7 @@ def prepare_synthetic(shape: str, directory: Path, *, layers: int | None = None,
         generator=GENERATOR,
         model_hash=model_hash(tensors),
     )
-    files = {**byte_tokenizer_files(config.max_position_embeddings), LABEL_FILE: label.model_dump_json(indent=2) + "\n"}
-    try:
-        save_checkpoint(directory, config, tensors, files=files)
-    except CheckpointError as error:
-        raise PrepareError(str(error)) from error
+    save_labelled(directory, config, tensors, label)
     return SyntheticCheckpoint(directory, label.model_hash, config, device)
 
 
