@@ -309,3 +309,17 @@ def test_a_process_that_vllm_has_patched_is_refused(checkpoint: Path, monkeypatc
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     with pytest.raises(process.ProcessGroupError, match="another process"):
         MegatronTrainer(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "auto"}, "device='auto' is unknown: use cpu, cuda or cuda:1"),
+        ({"device": "cuda:99"}, r"sees \d+ cards here"),
+        ({"state": "host"}, "state='host' on cpu: use 'device', or 'host' beside a card"),
+        ({"state": "disk"}, "state='disk' on cpu"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(checkpoint: Path, settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MegatronTrainer(checkpoint, **settings)
