@@ -1,12 +1,12 @@
 """Triton backend of sampling, batched, without a wait of the host. Its sums are of integers: how rows are dealt out to programs is free.
 
-An id and its t are one int64, its *rank*: the bits of t in an order of integers, its *key*, above, the id from above below. Ranks of a row
-are distinct, and descending ranks are the rule's order. What a row retains is all ranks from its *cut* on.
+An id and its t are one int64, its *rank*: the bits of t in an order of integers above, the id from above below. Ranks of a row are
+distinct, and descending ranks are the rule's order. What a row retains is all ranks from its *cut* on.
 
-    _highest      highest rank of each block of columns; keys of a sample that split the row in about equal parts, its *pivots*
-    _weigh        the weight of all ids, and bounds of the weight from each pivot on
-    _gather       ranks between the two pivots where the cut must lie, and the exact weight above them
-    _find         the cut among the ranks that were gathered
+    _highest      highest rank of each block of columns
+    _count        ids per bin of m - t, and the sum of all weights
+    _gather       ids in the bins where the cut must lie, and the weight above them: one bin for top_k, those between bounds for top_p
+    _find         the cut among the ids that were gathered
     _retain       support as bits, and the retained weight of each block
     _pick         the token
 """
@@ -25,43 +25,28 @@ from rlk.kernels.sampling.cpu import POWER
 
 SOURCE = TritonSource("sampling")
 BLOCK = 2048  # columns of one block
-PIVOTS = 32
-SAMPLE = 1024  # columns whose keys the pivots are taken from
-STEP = 256  # columns that _weigh compares with all pivots at once
-STEPS = 32  # most such steps of one program: so many 25-bit numbers fit an int32
-CHUNK = 4096  # ranks that _find holds in registers
-PLACES = 1 << 15  # ranks that are gathered at most; where more lie between the pivots, _find reads the row again
-
-WEIGH_WARPS, FIND_WARPS = 8, 16
+BINS = 2048  # of 1/64 nat; the last one holds all that lies beyond
+CHUNK = 2048  # gathered ids that one program looks at together
 
 NOT_FINITE = tl.constexpr((1 << 63) - 1)
 ALL = tl.constexpr(-(1 << 63))
-LOWEST, HIGHEST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 P0, P1, P2, P3, P4, P5, P6 = (tl.constexpr(c) for c in POWER)
-COARSE: tl.constexpr = tl.constexpr(19)  # bits of a weight that the bounds leave out
 
-# state[row]: what the kernels tell each other, 32 numbers; those of top_k from 8 on, those of top_p from 16 on.
-ROW: tl.constexpr = tl.constexpr(32)
+# sums[row]: what the kernels tell each other, 16 numbers; those of top_k at 4 … 8, those of top_p at 8 … 12.
+ROW: tl.constexpr = tl.constexpr(16)
 TOTAL: tl.constexpr = tl.constexpr(0)  # weight of all ids, then of those that top_k left
-ABOVE: tl.constexpr = tl.constexpr(0)  # weight of the ids above those between the pivots
+ABOVE: tl.constexpr = tl.constexpr(0)  # weight of the ids in earlier bins than those gathered
 BEFORE: tl.constexpr = tl.constexpr(1)  # how many these are
-GATHERED: tl.constexpr = tl.constexpr(2)  # ids between the pivots
+GATHERED: tl.constexpr = tl.constexpr(2)  # ids gathered
 CUT: tl.constexpr = tl.constexpr(3)
-LOW: tl.constexpr = tl.constexpr(4)  # keys from here on
-HIGH: tl.constexpr = tl.constexpr(5)  # and below here are between the pivots
-
-
-@triton.jit
-def _key(t):
-    """Integer that orders t fp32, -0 as +0."""
-    bits = tl.where(t == 0.0, 0.0, t).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _rank(t, column):
     """Rank, int64, of t fp32 and its id."""
-    return (_key(t).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+    bits = tl.where(t == 0.0, 0.0, t).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return (ordered << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 
 @triton.jit
@@ -85,6 +70,11 @@ def _weight(x):
     p = p * f + P0
     mantissa = (p * 8388608.0).to(tl.int32).to(tl.int64)
     return (mantissa << 21) >> (-n).to(tl.int32).to(tl.int64)
+
+
+@triton.jit
+def _bin(distance, BINS: tl.constexpr):
+    return tl.maximum(tl.minimum(distance * 64.0, BINS - 1.0).to(tl.int32), 0)
 
 
 @triton.jit
@@ -132,108 +122,90 @@ def _scaled(logits, temperature, row, row_stride, column, inside):
 
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def _highest(
-    logits, temperature, highest, pivots, masses, counts, state, row_stride, vocab, blocks,
-    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, SAMPLE: tl.constexpr, TRUNCATES: tl.constexpr,
+    logits, temperature, highest, counts, sums, row_stride, vocab, blocks, BLOCK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
-    """highest[row, block], NOT_FINITE where a t is not; pivots[row], descending. Sets the row's sums to 0. Grid: (rows, blocks)."""
+    """highest[row, block], NOT_FINITE where a t is not. Sets the row's counts and sums to 0. Grid: (rows, blocks)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
     t = _scaled(logits, temperature, row, row_stride, column, inside)
     rank = tl.where(inside, tl.where(tl.abs(t) < float("inf"), _rank(t, column), NOT_FINITE), ALL)
     tl.store(highest + row * blocks + block, tl.max(rank, 0))
-    if TRUNCATES:  # noqa: SIM102
-        if block == 0:
-            at = tl.arange(0, SAMPLE)
-            taken = (at.to(tl.int64) * vocab // SAMPLE).to(tl.int32)
-            key = tl.sort(_key(_scaled(logits, temperature, row, row_stride, taken, at < SAMPLE)), descending=True)
-            place = row * PIVOTS + tl.arange(0, PIVOTS)
-            tl.store(pivots + place, tl.min(tl.reshape(key, (PIVOTS, SAMPLE // PIVOTS)), 1))
-            tl.store(masses + place, tl.zeros([PIVOTS], tl.int64))
-            tl.store(counts + place, tl.zeros([PIVOTS], tl.int32))
-            tl.store(state + row * ROW + tl.arange(0, ROW), tl.zeros([ROW], tl.int64))
+    if block == 0:
+        tl.store(counts + row * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+        tl.store(sums + row * ROW + tl.arange(0, ROW), tl.zeros([ROW], tl.int64))
 
 
-@triton.jit(do_not_specialize=["vocab", "blocks", "steps"])
-def _weigh(
-    logits, temperature, top_p, top_k, highest, pivots, masses, counts, state, row_stride, vocab, blocks, steps,
-    BY_COUNT: tl.constexpr, STEP: tl.constexpr, PIVOTS: tl.constexpr, BLOCKS: tl.constexpr,
+@triton.jit(do_not_specialize=["vocab", "blocks", "each"])
+def _count(
+    logits, temperature, top_p, top_k, highest, counts, sums, row_stride, vocab, blocks, each,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """masses[row]: sum of w >> COARSE from each pivot on; counts[row]: ids from it on; TOTAL. Grid: (rows, columns/(steps·STEP))."""
+    """counts[row], and the weight of all ids in sums[row]. Grid: (rows, blocks/each)."""
     row = tl.program_id(0).to(tl.int64)
     by_count, by_weight = _limits(top_k, top_p, row, vocab)
     top = _top(highest, row, blocks, BLOCKS)
     if (by_count | by_weight) & (top != NOT_FINITE):
-        m, place = _value(top), row * PIVOTS + tl.arange(0, PIVOTS)
-        pivot = tl.load(pivots + place)[:, None]
-        mass, count = tl.zeros([PIVOTS, STEP], tl.int32), tl.zeros([PIVOTS, STEP], tl.int32)
-        total = tl.zeros([STEP], tl.int64)
-        begin = tl.program_id(1) * steps * STEP
-        for first in range(begin, tl.minimum(begin + steps * STEP, vocab), STEP):
-            column = first + tl.arange(0, STEP)
+        m = _value(top)
+        count, total = tl.zeros([BINS], tl.int32), tl.zeros([BLOCK], tl.int64)
+        for block in range(tl.program_id(1) * each, tl.minimum(tl.program_id(1) * each + each, blocks)):
+            column = block * BLOCK + tl.arange(0, BLOCK)
             inside = column < vocab
-            t = _scaled(logits, temperature, row, row_stride, column, inside)
-            weight = tl.where(inside, _weight(t - m), 0)
-            from_here = tl.where(inside, _key(t), LOWEST)[None, :] >= pivot
-            mass += tl.where(from_here, (weight >> COARSE).to(tl.int32)[None, :], 0)
-            total += weight
-            if BY_COUNT:
-                count += tl.where(from_here, 1, 0)
-        tl.atomic_add(masses + place, tl.sum(mass.to(tl.int64), 1), sem="relaxed")
-        tl.atomic_add(state + row * ROW + TOTAL, tl.sum(total, 0), sem="relaxed")
-        if BY_COUNT:
-            tl.atomic_add(counts + place, tl.sum(count, 1), sem="relaxed")
+            x = _scaled(logits, temperature, row, row_stride, column, inside) - m
+            count += tl.histogram(_bin(-x, BINS), BINS, mask=inside)
+            total += tl.where(inside, _weight(x), 0)
+        bin = tl.arange(0, BINS)
+        tl.atomic_add(counts + row * BINS + bin, count, mask=count > 0, sem="relaxed")
+        tl.atomic_add(sums + row * ROW + TOTAL, tl.sum(total, 0), sem="relaxed")
 
 
 @triton.jit
-def _between(pivots, masses, counts, row, wanted, vocab, BY_WEIGHT: tl.constexpr, PIVOTS: tl.constexpr):
-    """(low, high, before): the cut's key is at least low and less than high, from which on ``before`` ids lie (by count).
+def _bracket(counts, row, wanted, BY_WEIGHT: tl.constexpr, BINS: tl.constexpr):
+    """First and last bin that can hold the cut, and how many ids lie in earlier bins than the first.
 
-    A sum of weights lies between that of their upper bits and the same with one more for each id.
+    The weight of an id lies between those at its bin's edges, but for 2^-16 of it and 1: more than any rounding moves it.
     """
-    place = row * PIVOTS + tl.arange(0, PIVOTS)
-    pivot, before = tl.load(pivots + place), tl.load(counts + place)
+    bin = tl.arange(0, BINS)
+    count = tl.load(counts + row * BINS + bin)
     if BY_WEIGHT:
-        mass = tl.load(masses + place)
-        enough, short = (mass << COARSE) >= wanted, ((mass + vocab) << COARSE) < wanted
+        most = _weight(bin.to(tl.float32) * -0.015625)
+        least = _weight((bin + 1).to(tl.float32) * -0.015625)
+        most += (most >> 16) + 1
+        least = tl.where(bin == BINS - 1, 0, tl.maximum(least - (least >> 16) - 1, 0))
+        first = tl.sum((tl.cumsum(count * most, 0) < wanted).to(tl.int32), 0)
+        last = tl.minimum(tl.sum((tl.cumsum(count * least, 0) < wanted).to(tl.int32), 0), BINS - 1)
     else:
-        enough, short = before >= wanted, before < wanted
-    low = tl.max(tl.where(enough, pivot, LOWEST), 0)
-    high = tl.min(tl.where(short, pivot, HIGHEST), 0)
-    return low, high, tl.max(tl.where(short, before, 0), 0)
+        first = tl.sum((tl.cumsum(count, 0) < wanted).to(tl.int32), 0)
+        last = first
+    return first, last, tl.sum(tl.where(bin < first, count, 0), 0)
 
 
 @triton.jit(do_not_specialize=["vocab", "blocks", "each", "places"])
 def _gather(
-    logits, temperature, top_p, top_k, highest, pivots, masses, counts, state, gathered, row_stride, vocab, blocks, each, places,
-    BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, BLOCKS: tl.constexpr,
+    logits, temperature, top_p, top_k, highest, counts, sums, gathered, row_stride, vocab, blocks, each, places,
+    BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """gathered[row] = ranks between the pivots, in any order, as many as there are places for; the row's state but CUT.
-
-    Grid: (rows, blocks/each).
-    """
+    """gathered[row] = ids in the bins that can hold the cut, in any order; ABOVE, BEFORE, GATHERED. Grid: (rows, blocks/each)."""
     row = tl.program_id(0).to(tl.int64)
     by_count, by_weight = _limits(top_k, top_p, row, vocab)
     top = _top(highest, row, blocks, BLOCKS)
     if (by_weight if BY_WEIGHT else by_count) & (top != NOT_FINITE):
-        m, state = _value(top), state + row * ROW
+        m, state = _value(top), sums + row * ROW
         wanted = _share(tl.load(top_p + row), tl.load(state + TOTAL)) if BY_WEIGHT else tl.load(top_k + row)
-        state += 16 if BY_WEIGHT else 8
-        low, high, before = _between(pivots, masses, counts, row, wanted, vocab, BY_WEIGHT, PIVOTS)
+        state += 8 if BY_WEIGHT else 4
+        first, last, before = _bracket(counts, row, wanted, BY_WEIGHT, BINS)
         if tl.program_id(1) == 0:
             tl.store(state + BEFORE, before.to(tl.int64))
-            tl.store(state + LOW, low.to(tl.int64))
-            tl.store(state + HIGH, high.to(tl.int64))
         above = tl.zeros([BLOCK], tl.int64)
         for block in range(tl.program_id(1) * each, tl.minimum(tl.program_id(1) * each + each, blocks)):
             column = block * BLOCK + tl.arange(0, BLOCK)
             inside = column < vocab
-            t = _scaled(logits, temperature, row, row_stride, column, inside)
-            key = _key(t)
-            above += tl.where(inside & (key >= high), _weight(t - m), 0)
-            taken = (inside & (key >= low) & (key < high)).to(tl.int32)
+            x = _scaled(logits, temperature, row, row_stride, column, inside) - m
+            bin = _bin(-x, BINS)
+            above += tl.where(inside & (bin < first), _weight(x), 0)
+            taken = (inside & (bin >= first) & (bin <= last)).to(tl.int32)
             place = tl.atomic_add(state + GATHERED, tl.sum(taken, 0).to(tl.int64), sem="relaxed") + tl.cumsum(taken, 0) - 1
-            tl.store(gathered + row * places + place, _rank(t, column), mask=(taken != 0) & (place < places))
+            tl.store(gathered + row * places + place, column, mask=taken != 0)
         tl.atomic_add(state + ABOVE, tl.sum(above, 0), sem="relaxed")
 
 
@@ -250,28 +222,20 @@ def _split(rank, measure, at):
 
 
 @triton.jit
-def _ranks(
-    logits, temperature, gathered, state, row, row_stride, vocab, places, start, m, BY_WEIGHT: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """CHUNK of the ranks between the pivots, from the list or, where it does not hold all, from the row; ALL where there is none.
-
-    And what each adds, its weight or 1, and its weight.
-    """
-    at, count = start + tl.arange(0, CHUNK), tl.load(state + GATHERED)
-    if count <= places:
-        rank = tl.load(gathered + at, mask=at < count, other=ALL)
-    else:
-        t = _scaled(logits, temperature, row, row_stride, at, at < vocab)
-        key = _key(t).to(tl.int64)
-        real = (at < vocab) & (key >= tl.load(state + LOW)) & (key < tl.load(state + HIGH))
-        rank = tl.where(real, _rank(t, at), ALL)
-    weight = tl.where(rank == ALL, 0, _weight(_value(rank) - m))
-    return rank, (weight if BY_WEIGHT else tl.where(rank == ALL, 0, 1).to(tl.int64)), weight
+def _ranks(logits, temperature, gathered, row, row_stride, start, count, m, BY_WEIGHT: tl.constexpr, CHUNK: tl.constexpr):
+    """Ranks of CHUNK gathered ids from number ``start`` on, and what each adds: its weight, or 1. ALL and 0 beyond the last."""
+    at = start + tl.arange(0, CHUNK)
+    real = at < count
+    column = tl.load(gathered + at, mask=real, other=0)
+    t = _scaled(logits, temperature, row, row_stride, column, real)
+    weight = tl.where(real, _weight(t - m), 0)
+    measure = weight if BY_WEIGHT else real.to(tl.int64)
+    return tl.where(real, _rank(t, column), ALL), measure, weight
 
 
 @triton.jit(do_not_specialize=["vocab", "blocks", "places"])
 def _find(
-    logits, temperature, top_p, top_k, highest, state, gathered, row_stride, vocab, blocks, places,
+    logits, temperature, top_p, top_k, highest, sums, gathered, row_stride, vocab, blocks, places,
     BY_WEIGHT: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """CUT: the highest rank from which on the row holds what is wanted; by count also TOTAL. Grid: (rows,).
@@ -282,20 +246,16 @@ def _find(
     by_count, by_weight = _limits(top_k, top_p, row, vocab)
     top = _top(highest, row, blocks, BLOCKS)
     if (by_weight if BY_WEIGHT else by_count) & (top != NOT_FINITE):
-        m, total = _value(top), state + row * ROW + TOTAL
-        state += row * ROW + (16 if BY_WEIGHT else 8)
+        m, total = _value(top), sums + row * ROW + TOTAL
+        state = sums + row * ROW + (8 if BY_WEIGHT else 4)
         wanted = _share(tl.load(top_p + row), tl.load(total)) if BY_WEIGHT else tl.load(top_k + row)
         wanted -= tl.load(state + (ABOVE if BY_WEIGHT else BEFORE))
-        gathered += row * places
-        count = tl.load(state + GATHERED)
-        count = tl.where(count <= places, count, vocab)
-        rank, measure, weight = _ranks(
-            logits, temperature, gathered, state, row, row_stride, vocab, places, 0, m, BY_WEIGHT, CHUNK
-        )  # fmt: skip
+        count, gathered = tl.load(state + GATHERED), gathered + row * places
+        rank, measure, weight = _ranks(logits, temperature, gathered, row, row_stride, 0, count, m, BY_WEIGHT, CHUNK)
         low, high = tl.min(tl.where(rank == ALL, NOT_FINITE, rank), 0), tl.max(rank, 0)
         for start in range(CHUNK, count, CHUNK):
             more, more_measure, more_weight = _ranks(
-                logits, temperature, gathered, state, row, row_stride, vocab, places, start, m, BY_WEIGHT, CHUNK
+                logits, temperature, gathered, row, row_stride, start, count, m, BY_WEIGHT, CHUNK
             )  # fmt: skip
             low = tl.minimum(low, tl.min(tl.where(more == ALL, NOT_FINITE, more), 0))
             high = tl.maximum(high, tl.max(more, 0))
@@ -304,7 +264,7 @@ def _find(
             got, least, most = _split(rank, measure, middle)
             for start in range(CHUNK, count, CHUNK):
                 more, more_measure, more_weight = _ranks(
-                    logits, temperature, gathered, state, row, row_stride, vocab, places, start, m, BY_WEIGHT, CHUNK
+                    logits, temperature, gathered, row, row_stride, start, count, m, BY_WEIGHT, CHUNK
                 )  # fmt: skip
                 part, part_least, part_most = _split(more, more_measure, middle)
                 got, least, most = got + part, tl.minimum(least, part_least), tl.maximum(most, part_most)
@@ -314,23 +274,23 @@ def _find(
             left = tl.load(state + ABOVE) + tl.sum(tl.where(rank >= low, weight, 0), 0)
             for start in range(CHUNK, count, CHUNK):
                 more, more_measure, more_weight = _ranks(
-                    logits, temperature, gathered, state, row, row_stride, vocab, places, start, m, BY_WEIGHT, CHUNK
+                    logits, temperature, gathered, row, row_stride, start, count, m, BY_WEIGHT, CHUNK
                 )  # fmt: skip
                 left += tl.sum(tl.where(more >= low, more_weight, 0), 0)
             tl.store(total, left)
 
 
 @triton.jit
-def _cut(top_p, top_k, state, row, vocab):
+def _cut(top_p, top_k, sums, row, vocab):
     """Lowest rank that the row retains."""
     by_count, by_weight = _limits(top_k, top_p, row, vocab)
-    at = tl.where(by_weight, 16, 8) + CUT
-    return tl.where(by_count | by_weight, tl.load(state + row * ROW + at), ALL)
+    at = tl.where(by_weight, 8, 4) + CUT
+    return tl.where(by_count | by_weight, tl.load(sums + row * ROW + at), ALL)
 
 
 @triton.jit(do_not_specialize=["vocab", "blocks", "words"])
 def _retain(
-    logits, temperature, top_p, top_k, highest, state, support, masses, row_stride, vocab, blocks, words,
+    logits, temperature, top_p, top_k, highest, sums, support, masses, row_stride, vocab, blocks, words,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TRUNCATES: tl.constexpr,
 ):  # fmt: skip
     """support[row, :] in words of 32 ids, and masses[row, block]. Grid: (rows, blocks)."""
@@ -340,7 +300,7 @@ def _retain(
     t = _scaled(logits, temperature, row, row_stride, column, kept)
     weight = _weight(t - _value(_top(highest, row, blocks, BLOCKS)))
     if TRUNCATES:
-        kept &= _rank(t, column) >= _cut(top_p, top_k, state, row, vocab)
+        kept &= _rank(t, column) >= _cut(top_p, top_k, sums, row, vocab)
         bits = tl.reshape(kept.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :]
         word = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
         tl.store(support + row * words + word, tl.sum(bits, 1), mask=word < words)
@@ -349,7 +309,7 @@ def _retain(
 
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def _pick(
-    logits, temperature, top_p, top_k, seed, position, highest, state, masses, ids, failed, row_stride, vocab, blocks,
+    logits, temperature, top_p, top_k, seed, position, highest, sums, masses, ids, failed, row_stride, vocab, blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BY_COUNT: tl.constexpr, BY_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """ids[row]; failed if the row is not finite, or has a limit that this step does not look at. Grid: (rows,)."""
@@ -375,7 +335,7 @@ def _pick(
         kept = column < vocab
         t = _scaled(logits, temperature, row, row_stride, column, kept)
         if BY_COUNT or BY_WEIGHT:
-            kept &= _rank(t, column) >= _cut(top_p, top_k, state, row, vocab)
+            kept &= _rank(t, column) >= _cut(top_p, top_k, sums, row, vocab)
         running = tl.cumsum(tl.where(kept, _weight(t - _value(top)), 0), 0) + tl.sum(tl.where(at < block, mass, 0), 0)
         tl.store(ids + row, tl.minimum(block * BLOCK + tl.sum((running <= target).to(tl.int32), 0), vocab - 1).to(tl.int64))
 
@@ -390,41 +350,34 @@ def sample(
     sizes = {"BLOCK": BLOCK, "BLOCKS": triton.next_power_of_2(blocks)}
     make = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=logits.device)
     ids, highest, masses = make(torch.int64, rows), make(torch.int64, rows, blocks), make(torch.int64, rows, blocks)
+    sums, counts = make(torch.int64, rows, ROW.value), make(torch.int32, rows, BINS)
     support = make(torch.int32, rows, words) if truncates else None
     if not rows:
         return ids, None if support is None else support.view(torch.uint8)
-    z, limits = (logits, temperature), (top_p, top_k)
-    state = make(torch.int64, rows, ROW.value)
-    pivots = (make(torch.int32, rows, PIVOTS), make(torch.int64, rows, PIVOTS), make(torch.int32, rows, PIVOTS))
-    SOURCE.launch(
-        _highest, (rows, blocks), *z, highest, *pivots, state, stride, vocab_size, blocks, op="sampling", BLOCK=BLOCK, PIVOTS=PIVOTS,
-        SAMPLE=SAMPLE, TRUNCATES=truncates,
-    )  # fmt: skip
+    z = (logits, temperature)
+    limits = (top_p, top_k)
+    SOURCE.launch(_highest, (rows, blocks), *z, highest, counts, sums, stride, vocab_size, blocks, op="sampling", BINS=BINS, BLOCK=BLOCK)
     if truncates:
-        wave = 8 * processors(logits.device)
-        steps = max(1, min(STEPS, rows * vocab_size // (STEP * wave)))
-        SOURCE.launch(
-            _weigh, (rows, triton.cdiv(vocab_size, steps * STEP)), *z, *limits, highest, *pivots, state, stride, vocab_size, blocks, steps,
-            op=None, BY_COUNT=by_count, STEP=STEP, PIVOTS=PIVOTS, BLOCKS=sizes["BLOCKS"], warps=WEIGH_WARPS,
-        )  # fmt: skip
-        each = max(1, min(8, rows * blocks // wave))
-        gathered = make(torch.int64, rows, PLACES)
+        each = max(1, min(8, rows * blocks // (8 * processors(logits.device))))
+        dealt = (rows, triton.cdiv(blocks, each))
+        gathered = make(torch.int32, rows, padded_vocab)
+        SOURCE.launch(_count, dealt, *z, *limits, highest, counts, sums, stride, vocab_size, blocks, each, op=None, BINS=BINS, **sizes)
         for needed, kind in ((by_count, False), (by_weight, True)):
             if needed:
                 SOURCE.launch(
-                    _gather, (rows, triton.cdiv(blocks, each)), *z, *limits, highest, *pivots, state, gathered, stride, vocab_size, blocks,
-                    each, PLACES, op=None, BY_WEIGHT=kind, PIVOTS=PIVOTS, **sizes,
+                    _gather, dealt, *z, *limits, highest, counts, sums, gathered, stride, vocab_size, blocks, each, padded_vocab, op=None,
+                    BY_WEIGHT=kind, BINS=BINS, **sizes,
                 )  # fmt: skip
                 SOURCE.launch(
-                    _find, (rows,), *z, *limits, highest, state, gathered, stride, vocab_size, blocks, PLACES, op=None, warps=FIND_WARPS,
+                    _find, (rows,), *z, *limits, highest, sums, gathered, stride, vocab_size, blocks, padded_vocab, op=None, warps=8,
                     BY_WEIGHT=kind, CHUNK=CHUNK, BLOCKS=sizes["BLOCKS"],
                 )  # fmt: skip
     SOURCE.launch(
-        _retain, (rows, blocks), *z, *limits, highest, state, ids if support is None else support, masses, stride, vocab_size, blocks,
+        _retain, (rows, blocks), *z, *limits, highest, sums, ids if support is None else support, masses, stride, vocab_size, blocks,
         words, op=None, TRUNCATES=truncates, **sizes,
     )  # fmt: skip
     SOURCE.launch(
-        _pick, (rows,), *z, *limits, seed, position, highest, state, masses, ids, failed, stride, vocab_size, blocks, op=None,
+        _pick, (rows,), *z, *limits, seed, position, highest, sums, masses, ids, failed, stride, vocab_size, blocks, op=None,
         BY_COUNT=by_count, BY_WEIGHT=by_weight, **sizes,
     )  # fmt: skip
     return ids, None if support is None else support.view(torch.uint8)
