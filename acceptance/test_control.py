@@ -113,13 +113,13 @@ class _StaleCluster(Cluster):
 
     def rollout(self, mode: EngineMode, tp: int = 1) -> Remote:
         remote = self._cluster.rollout(mode, tp)
-        kept = _KeepsOldWeights(remote.side, remote.mode, remote.actor, remote.timeout_s, remote.logs)
+        kept = _KeepsOldWeights(remote.side, remote.mode, remote.actors, remote.timeout_s, remote.logs)
         object.__setattr__(kept, "lies", self._lies)
         object.__setattr__(kept, "start_weights", self._checkpoint)
         return kept
 
-    def train(self, mode: EngineMode) -> Remote:
-        return self._cluster.train(mode)
+    def train(self, mode: EngineMode, tp: int = 1, cp: int = 1) -> Remote:
+        return self._cluster.train(mode, tp, cp)
 
 
 @pytest.mark.cells(scope="control", subject="stale_weight_version")

@@ -198,7 +198,7 @@ def test_a_killed_engine_ends_the_run_with_its_name(runs: Runs) -> None:
     class Killer:
         def phase(self, step: int, name: str) -> None:
             if (step, name) == (2, "score"):
-                ray.kill(runs.cluster.train("strict").actor)
+                ray.kill(runs.cluster.train("strict").actors[0])
 
         def finished(self, result: StepResult) -> None:
             pass
@@ -210,6 +210,40 @@ def test_a_killed_engine_ends_the_run_with_its_name(runs: Runs) -> None:
     assert time.monotonic() - began < 60
     assert validate_run(plan.directory)[0].startswith("the run failed: train (strict) score: its process died")
     assert len((plan.directory / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_topology_of_training_changes_no_byte(runs: Runs) -> None:
+    runs.cluster.stop()
+    alone, cut = runs("one-rank", top_p=0.9), runs("four-ranks", top_p=0.9, tp=2, cp=2)
+    assert alone.model_hashes == cut.model_hashes
+    assert [step.gradient_hashes for step in alone.steps] == [step.gradient_hashes for step in cut.steps]
+    files = [(run.directory / "logprobs-step1.safetensors").read_bytes() for run in (alone, cut)]
+    assert files[0] == files[1]
+    assert cut.mismatched_tokens == 0 < cut.tokens
+    ranks = cut.manifest.engines["train"]["ranks"]
+    assert "ranks" not in alone.manifest.engines["train"]
+    assert len({rank["pid"] for rank in ranks}) == 4
+    assert len({rank["model_hash"] for rank in ranks}) == 1
+    assert all("attention.backward" in {ran["op"] for ran in rank["kernels"]} for rank in ranks)
+    assert validate_run(cut.directory) == []
+
+
+def test_a_killed_rank_ends_the_run_with_its_name(runs: Runs) -> None:
+    import ray
+
+    class Killer:
+        def phase(self, step: int, name: str) -> None:
+            if name == "score":
+                ray.kill(runs.cluster.train("strict", 2, 2).actors[3])
+
+        def finished(self, result: StepResult) -> None:
+            pass
+
+    plan = runs.plan("killed-rank", tp=2, cp=2)
+    with pytest.raises(RunFailed, match=r"train \(strict\) score, rank 3: its process died"):
+        run_loop(plan, runs.cluster, observer=Killer())
+    assert validate_run(plan.directory)[0].startswith("the run failed: train (strict) score, rank 3: its process died")
+    runs.cluster.stop()
 
 
 def test_stopped_engines_are_gone_and_start_anew(cluster: Cluster) -> None:

@@ -122,6 +122,7 @@ class FakeRemote:
     def start(self, method: str, *arguments: Any) -> Any:
         class Answer:
             result = staticmethod(lambda: self.call(method, *arguments))
+            each = staticmethod(lambda: [self.call(method, *arguments)])
 
         return Answer
 
@@ -140,7 +141,7 @@ class FakeCluster:
     def rollout(self, mode: str, tp: int = 1) -> Any:
         return self._get("rollout", mode)
 
-    def train(self, mode: str) -> Any:
+    def train(self, mode: str, tp: int = 1, cp: int = 1) -> Any:
         return self._get("train", mode)
 
 

@@ -132,10 +132,15 @@ class RolloutActor(_Process):
 
 
 class TrainActor(_Process):
-    """A Megatron trainer, built anew for another checkpoint; it is never given a rollout's logprobs."""
+    """One rank of a Megatron trainer, built anew for another checkpoint; it is never given a rollout's logprobs.
 
-    def __init__(self, mode: Mode, device: Device, numerics: Numerics, port: int) -> None:
-        self._mode, self._device, self._numerics, self._port = mode, device, numerics, port
+    port: rendezvous of the ranks on loopback. All ranks get the same calls; they give the same answers but to :meth:`pid` and
+    :meth:`readback`.
+    """
+
+    def __init__(self, mode: Mode, device: Device, numerics: Numerics, port: int, tp: int = 1, cp: int = 1, rank: int = 0) -> None:
+        self._mode, self._device, self._numerics = mode, device, numerics
+        self._port, self._tp, self._cp, self._rank = port, tp, cp, rank
         self._trainer: MegatronTrainer | None = None
         self._samples: list[Sample] = []
         self._scores: list[list[float]] = []
@@ -152,8 +157,9 @@ class TrainActor(_Process):
             self._trainer = None
             gc.collect()
             self._trainer = MegatronTrainer(
-                checkpoint, mode=self._mode, device=self._device, numerics=self._numerics, port=self._port, grpo=grpo, adam=adam
-            )
+                checkpoint, mode=self._mode, device=self._device, numerics=self._numerics, grpo=grpo, adam=adam, port=self._port,
+                tp=self._tp, cp=self._cp, rank=self._rank,
+            )  # fmt: skip
         trainer = self._trainer
         trainer.micro_batch_size, trainer.grpo, trainer.optimizer.params = micro_batch_size, grpo, adam
         dispatch.reset_readback()
@@ -176,6 +182,8 @@ class TrainActor(_Process):
     @_plain_errors
     def trace(self, requests: Sequence[Request], responses: Sequence[Response], path: Path) -> None:
         """Intermediates of scoring as "{sample}/{name}" in ``path`` (safetensors); rows are the tokens of the sample, prompt first."""
+        if self._tp * self._cp > 1:
+            raise EngineFault("intermediates are whole on one rank only: trace with tp=1 and cp=1")
         from safetensors.torch import save_file
 
         from rlk.train.batch import pair

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import psutil
 from rlk.contract.numerics import Numerics
 from rlk.loop.actors import EngineFault, Mode, RolloutActor, TrainActor
 from rlk.loop.profile import NUMERICS, Device
+from rlk.parallel.pool import free_port
 
 OBJECT_STORE_BYTES = 128 << 20
 GPU_SHARE = 0.25
@@ -32,45 +34,70 @@ class EngineLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Pending:
-    """An answer that is still being computed."""
+    """Answers that are still being computed, one per rank of an engine."""
 
     what: str
-    reference: Any
+    references: tuple[Any, ...]
     timeout_s: float
     logs: Path
 
-    def result(self) -> Any:
-        """Wait for the answer. Raises EngineFault for an error inside the engine, EngineLost for one that died or is too slow."""
+    def each(self) -> list[Any]:
+        """Wait for every rank's answer, in their order, or for the first failure: the other ranks may be waiting for that one.
+
+        Raises EngineFault for an error inside a rank, EngineLost for one that died or is too slow.
+        """
         import ray
-        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+        answers: dict[int, Any] = {}
+        waiting, deadline = list(self.references), time.monotonic() + self.timeout_s
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            rank = self.references.index((ready or waiting)[0])
+            if not ready:
+                raise EngineLost(f"{self._name(rank)} gave no answer in {self.timeout_s:g} s; Ray's logs: {self.logs}")
+            answers[rank] = self._answer(rank)
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _answer(self, rank: int) -> Any:
+        import ray
+        from ray.exceptions import RayError, RayTaskError
 
         try:
-            return ray.get(self.reference, timeout=self.timeout_s)
-        except GetTimeoutError:
-            raise EngineLost(f"{self.what} gave no answer in {self.timeout_s:g} s; Ray's logs: {self.logs}") from None
+            return ray.get(self.references[rank])
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, EngineFault):
-                raise EngineFault(f"{self.what}: {cause.message}", cause.trace) from None
-            raise EngineFault(f"{self.what}: {_first_line(error)}", str(error)) from None
+                raise EngineFault(f"{self._name(rank)}: {cause.message}", cause.trace) from None
+            raise EngineFault(f"{self._name(rank)}: {_first_line(error)}", str(error)) from None
         except RayError as error:
-            raise EngineLost(f"{self.what}: its process died ({_first_line(error)}); Ray's logs: {self.logs}") from None
+            raise EngineLost(f"{self._name(rank)}: its process died ({_first_line(error)}); Ray's logs: {self.logs}") from None
+
+    def result(self) -> Any:
+        """What every rank answers alike. Raises as :meth:`each` does, and EngineFault if ranks differ."""
+        answers = self.each()
+        for rank, answer in enumerate(answers):
+            if answer != answers[0]:
+                raise EngineFault(f"{self._name(rank)} answers otherwise than rank 0: run it again, and report it if it repeats")
+        return answers[0]
+
+    def _name(self, rank: int) -> str:
+        return self.what if len(self.references) == 1 else f"{self.what}, rank {rank}"
 
 
 @dataclass(frozen=True)
 class Remote:
-    """One engine's process. side and mode name it; actor: the Ray handle."""
+    """One engine. side and mode name it; actors: the Ray handles of its ranks' processes, all of which get every call."""
 
     side: Side
     mode: Mode
-    actor: Any
+    actors: tuple[Any, ...]
     timeout_s: float
     logs: Path
 
     def start(self, method: str, *arguments: Any) -> Pending:
         """Ask without waiting."""
-        reference = getattr(self.actor, method).remote(*arguments)
-        return Pending(f"{self.side} ({self.mode}) {method}", reference, self.timeout_s, self.logs)
+        references = tuple(getattr(actor, method).remote(*arguments) for actor in self.actors)
+        return Pending(f"{self.side} ({self.mode}) {method}", references, self.timeout_s, self.logs)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Ask and wait, at most ``timeout_s`` seconds."""
@@ -78,7 +105,7 @@ class Remote:
 
 
 class Cluster:
-    """Context manager. At most one actor per side, mode and rollout TP; runs that follow each other use the same ones.
+    """Context manager. At most one engine per side, mode and topology; runs that follow each other use the same ones.
 
     device: what every engine computes on; on "cuda" all of them share the first card, and :meth:`stop` frees what they hold there.
     numerics: None takes those of the device. ray_address: HOST:PORT of a running cluster on this host, which is left running; None starts
@@ -97,7 +124,7 @@ class Cluster:
     ) -> None:
         self.device = device
         self.ray_address, self.port, self.numerics, self.timeout_s = ray_address, port, numerics or NUMERICS[device], timeout_s
-        self._actors: dict[tuple[Side, Mode, int], Remote] = {}
+        self._engines: dict[tuple[Side, Mode, int, int], Remote] = {}
 
     def __enter__(self) -> Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -126,41 +153,57 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         import ray
 
-        for remote in self._actors.values():
-            ray.kill(remote.actor)
+        for remote in self._engines.values():
+            _kill(remote)
         ray.shutdown()
 
     def rollout(self, mode: Mode, tp: int = 1) -> Remote:
-        """The rollout engine of a mode on ``tp`` ranks (methods of ``RolloutActor``)."""
-        return self._actor("rollout", mode, tp, RolloutActor, mode, self.device, self.numerics, tp)
+        """The rollout engine of a mode on ``tp`` ranks, all below one process (methods of ``RolloutActor``)."""
+        key: tuple[Side, Mode, int, int] = ("rollout", mode, tp, 1)
+        if key not in self._engines:
+            self._engines[key] = self._start("rollout", mode, RolloutActor, [(mode, self.device, self.numerics, tp)])
+        return self._engines[key]
 
-    def train(self, mode: Mode) -> Remote:
-        """The trainer of a mode (methods of ``TrainActor``)."""
-        return self._actor("train", mode, 1, TrainActor, mode, self.device, self.numerics, self.port)
+    def train(self, mode: Mode, tp: int = 1, cp: int = 1) -> Remote:
+        """The trainer of a mode in tp·cp processes (methods of ``TrainActor``)."""
+        key: tuple[Side, Mode, int, int] = ("train", mode, tp, cp)
+        if key not in self._engines:
+            ranks = tp * cp
+            port = self.port if ranks == 1 else self.port or free_port()
+            places = [(mode, self.device, self.numerics, port, tp, cp, rank) for rank in range(ranks)]
+            self._engines[key] = self._start("train", mode, TrainActor, places)
+        return self._engines[key]
 
     def stop(self) -> None:
-        """End every engine's process and wait until it is gone; engines that are asked for afterwards start anew."""
-        import ray
-
+        """End every engine's processes and wait until they are gone; engines that are asked for afterwards start anew."""
         processes = []
-        for remote in self._actors.values():
+        for remote in self._engines.values():
             with suppress(EngineFault, EngineLost, psutil.NoSuchProcess):
-                processes.append(psutil.Process(remote.call("pid")))
-            ray.kill(remote.actor)
-        self._actors.clear()
+                processes += [psutil.Process(pid) for pid in remote.start("pid").each()]
+            _kill(remote)
+        self._engines.clear()
         _, alive = psutil.wait_procs(processes, timeout=60)
         if alive:
             raise ClusterError(f"processes {[process.pid for process in alive]} outlive their engines: end them")
 
-    def _actor(self, side: Side, mode: Mode, tp: int, kind: type, *arguments: Any) -> Remote:
+    def _start(self, side: Side, mode: Mode, kind: type, places: Sequence[tuple[Any, ...]]) -> Remote:
+        """One process per entry of ``places``, the arguments of its actor."""
         import ray
 
-        if (side, mode, tp) not in self._actors:
-            # The engines work in turns, so they share the cores instead of reserving them, and the card; zero would hide it from them.
-            share = GPU_SHARE if self.device == "cuda" else 0
-            actor = ray.remote(kind).options(num_cpus=0, num_gpus=share, max_restarts=0).remote(*arguments)
-            self._actors[side, mode, tp] = Remote(side, mode, actor, self.timeout_s, _log_directory())
-        return self._actors[side, mode, tp]
+        # The engines work in turns, so they share the cores instead of reserving them, and the card; zero would hide it from them.
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": GPU_SHARE if self.device == "cuda" else 0, "max_restarts": 0}
+        if len(places) > 1:
+            share = max(1, len(os.sched_getaffinity(0)) // len(places))
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(share)}}
+        actors = tuple(ray.remote(kind).options(**options).remote(*place) for place in places)
+        return Remote(side, mode, actors, self.timeout_s, _log_directory())
+
+
+def _kill(remote: Remote) -> None:
+    import ray
+
+    for actor in remote.actors:
+        ray.kill(actor)
 
 
 def _prefer_loopback() -> None:

@@ -32,6 +32,8 @@ from rlk.loop.rewards import reward_of
 from rlk.loop.tokenizer import TextTokenizer
 
 ROOT = Path(rlk.__file__).resolve().parent.parent
+RANK_FACTS = ("pid", "parallel", "traffic", "kernels", "model_hash")
+"""What is kept of each rank of a trainer with several; everything else is rank 0's."""
 
 
 class RunFailed(RuntimeError):
@@ -169,7 +171,9 @@ class _Run:
         plan = self.plan
         if cluster.device != plan.device:
             raise ClusterError(f"the cluster's engines run on {cluster.device}, the plan asks for {plan.device}: open a cluster for it")
-        rollout, train = cluster.rollout(plan.rollout_mode, plan.topology.rollout_tp), cluster.train(plan.train_mode)
+        topology = plan.topology
+        rollout = cluster.rollout(plan.rollout_mode, topology.rollout_tp)
+        train = cluster.train(plan.train_mode, topology.tp, topology.cp)
         self._open(rollout, train)
         try:
             for step in range(1, plan.steps + 1):
@@ -311,7 +315,10 @@ class _Run:
             shutil.rmtree(self._weights(old), ignore_errors=True)
 
     def _read_back(self, rollout: Remote, train: Remote) -> None:
-        self.engines = {"rollout": rollout.call("readback"), "train": train.call("readback")}
+        first, *others = train.start("readback").each()
+        if others:
+            first = {**first, "ranks": [{name: found[name] for name in RANK_FACTS} for found in (first, *others)]}
+        self.engines = {"rollout": rollout.call("readback"), "train": first}
 
     def _failed(self, reason: str, error: BaseException) -> None:
         if self.manifest is not None:

@@ -29,6 +29,8 @@ from rlk.model.weights import load_checkpoint
 EngineMode = Literal["strict", "native"]
 ROLLOUT_TP: dict[Device, tuple[int, ...]] = {"cpu": (1, 2), "cuda": (1,)}
 """Ranks of vLLM in the loop."""
+TRAIN_RANKS: dict[Device, int] = {"cpu": 8, "cuda": 1}
+"""Most ranks of the trainer in the loop."""
 PREPARED_LR = 1e-4
 """Every update changes bf16 weights of a prepared model, and the tiny one's rewards rise steadily; at 3e-4 only in larger batches."""
 LOOPBACK = "127.0.0.1"
@@ -217,9 +219,13 @@ def describe(plan: RunPlan) -> list[tuple[str, str]]:
 def _topology(profile: Profile, mode: EngineMode) -> Topology:
     numerics = NUMERICS[profile.device]
     topology = Topology(tp=profile.tp, cp=profile.cp, rollout_tp=profile.rollout_tp, rollout_cp=profile.rollout_cp, numerics=numerics)
-    for name in ("tp", "cp", "rollout_cp"):
-        if getattr(topology, name) != 1:
-            raise PlanError(f"{name}={getattr(topology, name)} does not run on {profile.device}: tp, cp and rollout_cp are 1 in the loop")
+    if topology.rollout_cp != 1:
+        raise PlanError(f"rollout_cp={topology.rollout_cp} does not run in the loop: vLLM here has no context parallelism, leave it at 1")
+    place, most = f"tp={topology.tp}, cp={topology.cp}", TRAIN_RANKS[profile.device]
+    if topology.train_ranks > most:
+        raise PlanError(f"{place} does not run on {profile.device}: the trainer has at most {most} rank{'s' * (most > 1)} there")
+    if topology.train_ranks > 1 and mode == "native":
+        raise PlanError(f"mode=native with {place}: the stock trainer runs on one rank, leave --tp and --cp out")
     ranks, cpus = topology.rollout_tp, len(os.sched_getaffinity(0))
     if ranks not in ROLLOUT_TP[profile.device]:
         allowed = ", ".join(map(str, ROLLOUT_TP[profile.device]))
