@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from acceptance.chain import Chain, on_card, on_cpu
 from rlk.acceptance.cell import Cell, Platform
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.matrix import CHAIN_MODEL, ROLLOUT_TP2, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD
+from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, CROSS_ROLLOUT_TP, CROSS_TRAIN, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_SNAPSHOT, ModelShape
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.workloads import SAMPLING_ROWS, SamplingRow
@@ -105,15 +105,16 @@ class Runs:
         return result
 
     def integration(self, cell: Cell) -> RunSummary:
-        """The run of an integration cell: a sampling row of the contract, on one or two rollout ranks."""
+        """The run of an integration cell: a sampling row of the contract, each engine on one rank or, for ``CROSS``, on several."""
         row = next(r for r in SAMPLING_ROWS if r.name == cell.workload.rpartition("-")[2])
-        ranks = 2 if cell.subject == ROLLOUT_TP2 else 1
-        return self.once(f"{cell.subject}-{row.name}", lambda: self.run(self._row_plan(cell.subject, row, ranks)))
+        return self.once(f"{cell.subject}-{row.name}", lambda: self.run(self._row_plan(cell.subject, row)))
 
-    def _row_plan(self, subject: str, row: SamplingRow, ranks: int) -> RunPlan:
+    def _row_plan(self, subject: str, row: SamplingRow) -> RunPlan:
         # Greedy responses to one prompt are equal, so that row takes as many prompts as it takes samples.
         shape = {"prompts": PROMPTS * GROUP, "group_size": 1} if row.sampling.greedy else {}
-        return self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, rollout_tp=ranks, **shape)
+        if subject == CROSS:
+            shape |= {"tp": CROSS_TRAIN[0], "cp": CROSS_TRAIN[1], "rollout_tp": CROSS_ROLLOUT_TP}
+        return self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, **shape)
 
     def arm(self, train: EngineMode, rollout: EngineMode) -> RunSummary:
         """One update in which each side is strict or native; sampling does not truncate, since a native engine returns no retained ids."""
@@ -194,9 +195,20 @@ def _update(step: StepResult) -> Update:
 def compare_logprobs(evidence: Evidence, summary: RunSummary) -> None:
     """Compare every token of every update again, from the tensors that the run wrote down."""
     for step in summary.steps:
-        rows = load_file(summary.directory / logprobs_file(step.step))
-        tokens: list[Token] = list(zip(rows["sample_ids"].tolist(), rows["positions"].tolist()))
+        rows, tokens = _logprobs(summary, step.step)
         evidence.compare_tokens(f"update {step.step}: logprob", tokens, rows["train"], tokens, rows["rollout"])
+
+
+def compare_with_one_rank(evidence: Evidence, summary: RunSummary, alone: RunSummary) -> None:
+    """Compare the trainer's logprobs of every token with those of a run whose engines have one rank each."""
+    for step in summary.steps:
+        (rows, tokens), (others, expected) = (_logprobs(run, step.step) for run in (summary, alone))
+        evidence.compare_tokens(f"update {step.step}: logprob of one rank", tokens, rows["train"], expected, others["train"])
+
+
+def _logprobs(summary: RunSummary, step: int) -> tuple[dict[str, torch.Tensor], list[Token]]:
+    rows = load_file(summary.directory / logprobs_file(step))
+    return rows, list(zip(rows["sample_ids"].tolist(), rows["positions"].tolist()))
 
 
 def hash_bytes(hexadecimal: str) -> torch.Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from acceptance.engines import Runs, compare_logprobs, hand_in_run, hash_bytes
+from acceptance.engines import Runs, compare_logprobs, compare_with_one_rank, hand_in_run, hash_bytes
 from acceptance.topologies import shard_hashes
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.matrix import ROLLOUT_TP2
+from rlk.acceptance.matrix import CROSS, CROSS_ROLLOUT_TP
+from rlk.loop.records import RunSummary
 
 
 @pytest.mark.cells(scope="integration", judgment="logprob")
@@ -16,6 +19,8 @@ def test_logprob(cell: Cell, evidence: Evidence, runs: Runs) -> None:
     summary = runs.integration(cell)
     hand_in_run(evidence, summary)
     compare_logprobs(evidence, summary)
+    if cell.subject == CROSS:
+        compare_with_one_rank(evidence, summary, _on_one_rank(cell, runs))
 
 
 @pytest.mark.cells(scope="integration", judgment="publication")
@@ -26,8 +31,14 @@ def test_publication(cell: Cell, evidence: Evidence, runs: Runs) -> None:
         evidence.compare(f"update {step.step}: publication", hash_bytes(step.rollout[1]), hash_bytes(step.train[1]))
         assert step.rollout[0] == step.train[0] == step.published_version
     assert len(set(summary.model_hashes)) == len(summary.steps) + 1, "a publication left the model hash as it was"
-    if cell.subject == ROLLOUT_TP2:
+    if cell.subject == CROSS:
+        for step, alone in zip(summary.steps, _on_one_rank(cell, runs).steps, strict=True):
+            evidence.compare(f"update {step.step}: publication of one rank", hash_bytes(step.train[1]), hash_bytes(alone.train[1]))
         last = summary.directory / "weights" / f"v{summary.steps[-1].published_version}"
         held = [rank["shard_hash"] for rank in summary.manifest.engines["rollout"]["ranks"]]
-        for rank, (actual, expected) in enumerate(zip(held, shard_hashes(last, 2), strict=True)):
+        for rank, (actual, expected) in enumerate(zip(held, shard_hashes(last, CROSS_ROLLOUT_TP), strict=True)):
             evidence.compare(f"rank {rank}: shards", hash_bytes(actual), hash_bytes(expected))
+
+
+def _on_one_rank(cell: Cell, runs: Runs) -> RunSummary:
+    return runs.integration(replace(cell, subject="RR"))

@@ -36,7 +36,7 @@ def test_what_one_card_cannot_show_is_unsupported_by_name() -> None:
     cells = [cell for cell in enumerate_cells("cuda") if cell.scope in ENGINE_SCOPES and not cell.required]
     reasons = Counter(cell.unsupported for cell in cells)
     assert reasons == {
-        "two ranks of the rollout engine need two cards": 2,
+        "several ranks of an engine need several cards": 2,
         "no engine here mixes native and rlk operators inside one model": 6,
     }
 

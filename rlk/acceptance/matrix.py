@@ -50,8 +50,10 @@ LEARNING = tuple(
 )  # fmt: skip
 """What a strict side must report to have run."""
 
-ROLLOUT_TP2, ROLLOUT_TP2_ROW = "RR_rollout_tp2", "nucleus"
-"""Subject of the integration cells whose rollout engine has two tensor parallel ranks, and their sampling row."""
+CROSS, CROSS_ROW = "RR_train_tp2cp2_rollout_tp2", "nucleus"
+"""Subject of the integration cells whose engines have several ranks each, and their sampling row."""
+CROSS_TRAIN, CROSS_ROLLOUT_TP = (2, 2), 2
+"""Their trainer's TP and CP, and their rollout engine's TP."""
 
 CHECKPOINT_LAYER = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm",
@@ -114,11 +116,12 @@ def _integration(platform: Platform) -> Iterator[Cell]:
         for judgment in ("logprob", "publication"):
             names = tuple(f"update {step}: {judgment}" for step in range(1, row.updates + 1))
             yield Cell(platform, "integration", "RR", workload, judgment, strict=strict, names=names, facts=UPDATE_FACTS)
-            if row.name == ROLLOUT_TP2_ROW:
-                ranks = ("rank 0: shards", "rank 1: shards") if judgment == "publication" else ()
+            if row.name == CROSS_ROW:
+                alike = tuple(f"update {step}: {judgment} of one rank" for step in range(1, row.updates + 1))
+                shards = tuple(f"rank {rank}: shards" for rank in range(CROSS_ROLLOUT_TP)) if judgment == "publication" else ()
                 yield Cell(
-                    platform, "integration", ROLLOUT_TP2, workload, judgment, strict=strict, names=(*names, *ranks), facts=UPDATE_FACTS,
-                    unsupported="" if platform == "cpu" else "two ranks of the rollout engine need two cards",
+                    platform, "integration", CROSS, workload, judgment, strict=strict, names=(*names, *alike, *shards), facts=UPDATE_FACTS,
+                    unsupported="" if platform == "cpu" else "several ranks of an engine need several cards",
                 )  # fmt: skip
 
 
