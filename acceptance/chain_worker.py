@@ -63,7 +63,7 @@ def chain(rank: int, job: dict[str, Any]) -> dict[str, Any]:
             "engine": "megatron-core",
             "mode": "strict",
             **readback.process(device),
-            "numerics": numerics.record(source.config.vocab_size, readback.backend(device)),
+            "numerics": numerics.record(source.config.vocab_size, dispatch.declared(device)),
             "modules": readback.modules(model.module),
             "gradient_scales": readback.gradient_scales(model.module.config),
             "kernels": readback.kernels(),

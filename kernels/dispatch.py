@@ -34,9 +34,14 @@ _lock = threading.Lock()
 _ran: dict[tuple[str, str, str], int] = {}
 
 
+def declared(device: torch.device) -> str:
+    """The backend that operators run on for tensors of ``device`` unless another is asked for: cpu: "cpu", cuda: "triton"."""
+    return "cpu" if device.type == "cpu" else "triton"
+
+
 def select(op: str, table: Backends, backend: str | None, device: torch.device) -> Callable[..., Any]:
-    """Return the implementation of ``op``; ``backend=None`` means the declared one of the device (cpu: "cpu", cuda: "triton")."""
-    name = backend or ("cpu" if device.type == "cpu" else "triton")
+    """Return the implementation of ``op``; ``backend=None`` means the :func:`declared` one of the device."""
+    name = backend or declared(device)
     if name not in BACKENDS:
         raise BackendUnavailable(f"{op}: unknown backend {name!r}, choose one of {', '.join(BACKENDS)}")
     if name not in table:

@@ -60,11 +60,6 @@ def parallel(place: Parallel) -> dict[str, Any]:
     }
 
 
-def backend(device: torch.device) -> str:
-    """Name of the backend that operators run on for tensors of ``device``."""
-    return "cpu" if device.type == "cpu" else "triton"
-
-
 def process(device: torch.device) -> dict[str, Any]:
     """Versions, topology, device and floating-point state of this process."""
     tiny = torch.full((64,), 1e-39, device=device) * torch.ones(64, device=device)

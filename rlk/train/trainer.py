@@ -16,6 +16,7 @@ import torch
 from rlk.contract.numerics import DEFAULT, ContractError, Numerics
 from rlk.contract.topology import Topology
 from rlk.contract.update import MAX_GRAD_NORM, AdamParams, GrpoParams
+from rlk.kernels import dispatch
 from rlk.kernels.rope import table_hash
 from rlk.model import shards
 from rlk.model.layout import Unpacked, pack_weights
@@ -247,7 +248,7 @@ class MegatronTrainer:
             "engine": "megatron-core",
             "mode": self.mode,
             **readback.process(self.device),
-            "numerics": self.numerics.record(self.config.vocab_size, readback.backend(self.device)),
+            "numerics": self.numerics.record(self.config.vocab_size, dispatch.declared(self.device)),
             "modules": readback.modules(self.model.module),
             "gradient_scales": readback.gradient_scales(self.model.module.config),
             "kernels": readback.kernels(),

@@ -112,7 +112,7 @@ class PagedEngine:
         return {
             "engine": "paged",
             "label": self.parallel.link.presence.labels[self.parallel.link.rank],
-            "numerics": self.numerics.record(self.config.vocab_size, "cpu" if self.device.type == "cpu" else "triton"),
+            "numerics": self.numerics.record(self.config.vocab_size, dispatch.declared(self.device)),
             "weight_version": self.weight_version,
             "model_hash": self._hash(),
             "shard_hash": model_hash(self._model.parts()),
