@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from acceptance.chain import Chain, on_card, on_cpu
+from acceptance.once import Once
 from rlk.acceptance.cell import Cell, Platform
 from rlk.acceptance.collector import Evidence
 from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, CROSS_ROLLOUT_TP, CROSS_TRAIN, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD
@@ -29,8 +30,6 @@ from rlk.loop.profile import DEFAULT_MODEL, Profile
 from rlk.loop.records import RunSummary, StepResult, logprobs_file
 from rlk.loop.synthetic import prepare_synthetic
 from rlk.model.weights import load_checkpoint
-
-T = TypeVar("T")
 
 MODES: tuple[EngineMode, ...] = ("native", "strict")
 PROMPTS, GROUP, KL_COEF = 8, 8, 1e-2
@@ -59,7 +58,7 @@ class Runs:
     def __init__(self, cluster: Cluster, platform: Platform, root: Path, scratch: Path) -> None:
         self.cluster, self.platform, self.root, self.scratch = cluster, platform, root, scratch
         self._session = new_run_id()
-        self._done: dict[str, Any] = {}
+        self.once = Once()
 
     @cached_property
     def checkpoint(self) -> Path:
@@ -90,19 +89,6 @@ class Runs:
         finally:
             if self.platform != "cpu":
                 shutil.rmtree(plan.directory / "weights", ignore_errors=True)
-
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """The run called ``name``; one that failed before fails again with the same reason, it is not repeated."""
-        if name not in self._done:
-            try:
-                self._done[name] = make()
-            except Exception as error:
-                self._done[name] = error
-        done = self._done[name]
-        if isinstance(done, Exception):
-            raise done
-        result: T = done
-        return result
 
     def integration(self, cell: Cell) -> RunSummary:
         """The run of an integration cell: a sampling row of the contract, each engine on one rank or, for ``CROSS``, on several."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from acceptance.once import Once
 from acceptance.topologies import Topologies, digests, order, shard_hashes
 from rlk.acceptance.collector import Evidence
 from rlk.contract.records import Request, Response
@@ -64,7 +64,7 @@ class Rollouts:
 
     def __init__(self, topologies: Topologies) -> None:
         self.topologies, self.checkpoint = topologies, topologies.checkpoint
-        self._done: dict[str, Any] = {}
+        self._once = Once()
 
     def reference(self) -> Generation:
         """The start checkpoint at TP = CP = 1."""
@@ -102,17 +102,6 @@ class Rollouts:
         common = {**self.topologies.job, "tp": tp, "cp": cp, "port": port, "checkpoint": str(self.checkpoint)}
         common["requests"] = [asdict(request) for request in held]
         return self.topologies.pool.run(tp * cp, WORKER, function, {**common, **job}, timeout=300)
-
-    def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        if name not in self._done:
-            try:
-                self._done[name] = make()
-            except Exception as error:
-                self._done[name] = error
-        done = self._done[name]
-        if isinstance(done, Exception):
-            raise done
-        return done
 
 
 def compare_answers(evidence: Evidence, run: Generation, reference: Generation, scored: Scored) -> None:

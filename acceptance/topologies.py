@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from acceptance.engines import tiny_checkpoint
+from acceptance.once import Once
 from rlk.acceptance.collector import Evidence
 from rlk.acceptance.platforms import Platform
 from rlk.acceptance.ws2 import LAYOUTS, MODEL, SIDE, UPDATES, subject
@@ -79,17 +80,17 @@ class Topologies:
         self.pool = Pool(size, ENGINES if platform == "cpu" else ())
         if platform != "cpu":
             require(self.pool.run(size, WORKER, "ready"))
-        self._done: dict[str, Run | Exception] = {}
+        self._once = Once()
 
     def reference(self) -> Run:
         """The run at TP = CP = 1 that all others are compared with."""
-        return self._once("reference", *REFERENCE, exchange=None)
+        return self._once("reference", lambda: self._make("reference", *REFERENCE, exchange=None))
 
     def run(self, tp: int, cp: int) -> Run:
         """All layouts at one topology; it goes on from the state that the topology before it in the pool wrote."""
         reference = self.reference()
-        written = [run for run in self._done.values() if isinstance(run, Run)]
-        return self._once(subject(tp, cp), tp, cp, exchange=(written or [reference])[-1])
+        name = subject(tp, cp)
+        return self._once(name, lambda: self._make(name, tp, cp, exchange=(self._once.results() or [reference])[-1]))
 
     def outcomes(self, tp: int, cp: int, name: str, **job: Any) -> list[Outcome]:
         """One update of the packed layout with further settings of the job, errors included."""
@@ -97,23 +98,15 @@ class Topologies:
         directory.mkdir()
         return self._outcomes(tp, cp, directory, {"layouts": ["packed"], "updates": 1, **job})
 
-    def _once(self, name: str, tp: int, cp: int, exchange: Run | None) -> Run:
-        if name not in self._done:
-            directory = self.scratch / name
-            directory.mkdir()
-            state = (exchange.directory if exchange else directory) / "state"
-            try:
-                job = {"layouts": self.layouts, "updates": UPDATES, "exchange": str(state)}
-                answers = require(self._outcomes(tp, cp, directory, job))
-                if exchange:
-                    shutil.rmtree(state)  # gigabytes on a card, which nobody reads again
-                self._done[name] = Run(tp, cp, answers, directory, exchange.directory.name if exchange else name)
-            except Exception as error:
-                self._done[name] = error
-        done = self._done[name]
-        if isinstance(done, Exception):
-            raise done
-        return done
+    def _make(self, name: str, tp: int, cp: int, exchange: Run | None) -> Run:
+        directory = self.scratch / name
+        directory.mkdir()
+        state = (exchange.directory if exchange else directory) / "state"
+        job = {"layouts": self.layouts, "updates": UPDATES, "exchange": str(state)}
+        answers = require(self._outcomes(tp, cp, directory, job))
+        if exchange:
+            shutil.rmtree(state)  # gigabytes on a card, which nobody reads again
+        return Run(tp, cp, answers, directory, exchange.directory.name if exchange else name)
 
     def _outcomes(self, tp: int, cp: int, directory: Path, job: dict[str, Any]) -> list[Outcome]:
         common = {**self.job, "tp": tp, "cp": cp, "checkpoint": str(self.checkpoint), "out": str(directory)}
