@@ -53,6 +53,11 @@ ROWS = (Row(1, 256, 256), Row(16, 256, 256), Row(128, 256, 256), Row(1, 2048, 10
 ROUNDS = 3
 START_SHARE = 0.65
 """Of the time limit, for the engines to start."""
+PROFILED = ((16, 256), (128, 256))
+"""(batch, prompt) of the profiles, which are taken after the times."""
+PROFILE_STEPS = 16
+PROFILE_S, IDS_S = 12.0, 15.0
+"""Seconds that an arm's profiles take, and a row with retained ids."""
 
 
 class Arm:
@@ -120,7 +125,7 @@ def serve(checkpoint: Path, mode: Any) -> None:
     )  # fmt: skip
 
     def requests(batch: int, prompt: int, response: int, seed: int) -> list[Request]:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + batch * 8191 + prompt)  # no row finds another's prompts cached
         draw = lambda: tuple(torch.randint(0, engine.config.vocab_size, (prompt,), generator=generator).tolist())
         return [Request(i, draw(), SamplingParams(0.7, 0.95, max_tokens=response, seed=seed * 1000 + i)) for i in range(batch)]
 
@@ -145,14 +150,27 @@ def serve(checkpoint: Path, mode: Any) -> None:
             differ += sum(a != b for a, b in zip(rows, wanted, strict=True))
         return {"tokens": sum(len(a.token_ids) for a in together), "differ": differ}
 
-    def profiled(batch: int, prompt: int, response: int) -> list[tuple[str, int, float]]:
-        """(kernel, launches, milliseconds) on the card of one generation, longest first."""
-        asked = requests(batch, prompt, response, 99)
+    def kernels(batch: int, prompt: int, response: int, seed: int) -> dict[str, tuple[int, float]]:
+        """Launches and milliseconds on the card of one generation, by kernel."""
+        asked = requests(batch, prompt, response, seed)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             engine.generate(asked, supports=False)
             torch.cuda.synchronize()
-        rows = [(event.key, event.count, event.self_device_time_total / 1000) for event in profile.key_averages()]
-        return sorted(rows, key=lambda row: -row[2])[:25]
+        return {event.key: (event.count, event.self_device_time_total / 1000) for event in profile.key_averages()}
+
+    def profiled(batch: int, prompt: int) -> dict[str, Any]:
+        """Kernels (launches, milliseconds on the card, longest first) of a generation of one token, and of :data:`PROFILE_STEPS` decode
+        steps: what a generation of so many tokens more takes beyond that. step_ms: of a decode step, on the card."""
+        first = kernels(batch, prompt, 1, 98)
+        whole = kernels(batch, prompt, 1 + PROFILE_STEPS, 99)
+        more = {name: (count - first.get(name, (0, 0.0))[0], ms - first.get(name, (0, 0.0))[1]) for name, (count, ms) in whole.items()}
+        longest = lambda found: sorted(((name[:90], n, round(ms, 3)) for name, (n, ms) in found.items() if n > 0), key=lambda row: -row[2])
+        return {
+            "prefill": longest(first)[:25],
+            "decode": longest(more)[:40],
+            "prefill_ms": sum(ms for _, ms in first.values()),
+            "step_ms": sum(ms for _, ms in more.values()) / PROFILE_STEPS,
+        }
 
     def memory() -> dict[str, int]:
         return {"peak_reserved": torch.cuda.max_memory_reserved(), "peak_allocated": torch.cuda.max_memory_allocated()}
@@ -163,7 +181,7 @@ def serve(checkpoint: Path, mode: Any) -> None:
     started = time.time() - psutil.Process().create_time()
     found = {name: value for name, value in engine.readback().items() if name not in ("modules", "ranks", "environment")}
     answer({"start_s": started, "read_back": found})
-    does = {"timed": timed, "proved": proved, "profiled": profiled, "memory": memory}
+    does: dict[str, Callable[..., Any]] = {"timed": timed, "proved": proved, "profiled": profiled, "memory": memory}
     for line in sys.stdin:
         order = json.loads(line)
         answer(does[order.pop("do")](**order))
@@ -176,7 +194,7 @@ def measure(checkpoint: Path, names: Sequence[str], limit: float, keep: Callable
     was not up after :data:`START_SHARE` of them in "failed".
     """
     began = time.monotonic()
-    result: dict[str, Any] = {"checkpoint": checkpoint.name, "arms": {}, "rows": {}, "skipped": [], "failed": []}
+    result: dict[str, Any] = {"checkpoint": checkpoint.name, "arms": {}, "rows": {}, "skipped": [], "failed": [], "profile": {}}
     arms = [Arm(name, checkpoint) for name in names]
     try:
         for arm in [*arms]:
@@ -194,20 +212,30 @@ def measure(checkpoint: Path, names: Sequence[str], limit: float, keep: Callable
         if result["proof"]["differ"]:
             return result
         took: dict[str, float] = {}
+        left = lambda: began + limit - time.monotonic()
         for number in range(ROUNDS):
             for row in ROWS:
                 expected = took.get(row.name, took.get(ROWS[0].name, 0.0) * row.response / ROWS[0].response)
-                if time.monotonic() - began + expected > limit:
+                if left() < expected + 2 * PROFILE_S:
                     continue
                 start = time.monotonic()
-                _round(arms, row, number, result["rows"].setdefault(row.name, {arm.name: [] for arm in arms} | {WITH_IDS: []}))
+                _round(arms, row, number, result["rows"].setdefault(row.name, {}))
                 took[row.name] = time.monotonic() - start
                 keep(result)
         result["skipped"] = [row.name for row in ROWS if row.name not in result["rows"]]
         for arm in arms:
             result["arms"][arm.name]["memory"] = arm.ask(do="memory")
-        if time.monotonic() - began + 10 < limit:
-            result["profile"] = {arm.name: arm.ask(do="profiled", batch=16, prompt=256, response=32) for arm in (arms[0], strict)}
+        keep(result)
+        shapes = [{"batch": batch, "prompt": prompt} for batch, prompt in PROFILED]
+        for arm in {arms[0].name: arms[0], strict.name: strict}.values():
+            if left() > PROFILE_S:
+                found = {f"{shape['batch']} × {shape['prompt']} in": arm.ask(do="profiled", **shape) for shape in shapes}
+                result["profile"][arm.name] = found
+                keep(result)
+        for row in ROWS:
+            if row.name in result["rows"] and left() > IDS_S:
+                ran = strict.ask(do="timed", batch=row.batch, prompt=row.prompt, response=row.response, seed=9, supports=True)
+                result["rows"][row.name][WITH_IDS] = [ran["tokens"] / ran["seconds"]]
         keep(result)
     finally:
         for arm in arms:
@@ -216,16 +244,14 @@ def measure(checkpoint: Path, names: Sequence[str], limit: float, keep: Callable
 
 
 def _round(arms: Sequence[Arm], row: Row, number: int, speeds: dict[str, list[float]]) -> None:
-    """Time every arm once; in the first round after a short generation, since shapes may compile or capture on first use."""
+    """Time every arm once; the first time after a short generation, since shapes may compile or capture on first use."""
     shape = {"batch": row.batch, "prompt": row.prompt}
-    for arm in arms if number == 0 else ():
+    for arm in arms if not speeds else ():
         arm.ask(do="timed", **shape, response=8, seed=1)
     for arm in arms if number % 2 == 0 else reversed(arms):
         ran = arm.ask(do="timed", **shape, response=row.response, seed=10 + number)
-        speeds[arm.name].append(ran["tokens"] / ran["seconds"])
-    if number == 0:
-        ran = arms[-1].ask(do="timed", **shape, response=row.response, seed=9, supports=True)
-        speeds[WITH_IDS].append(ran["tokens"] / ran["seconds"])
+        speeds.setdefault(arm.name, []).append(ran["tokens"] / ran["seconds"])
+    print(row.name, {name: [round(speed, 1) for speed in each] for name, each in speeds.items()}, flush=True)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -234,12 +260,15 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"| tokens/s | {' | '.join(names)} | strict of vLLM |", "|---" * (len(names) + 2) + "|"]
     for row, speeds in result["rows"].items():
         medians = {name: statistics.median(values) for name, values in speeds.items()}
-        cells = [f"{medians[name]:.0f} ({min(speeds[name]):.0f}–{max(speeds[name]):.0f})" for name in names]
+        cells = [f"{medians[name]:.0f} ({min(speeds[name]):.0f}–{max(speeds[name]):.0f})" if name in speeds else "" for name in names]
         ratio = f"{medians['rlk strict'] / medians['vllm']:.2f}" if "vllm" in medians else ""
         lines.append(f"| {row} | {' | '.join(cells)} | {ratio} |")
     starts = [f"{arm['start_s']:.0f}" for arm in result["arms"].values()]
     peaks = [f"{arm['memory']['peak_reserved'] / (1 << 30):.1f}" for arm in result["arms"].values()]
     lines += [f"| start, s | {' | '.join(starts)} | | |", f"| peak memory, GiB | {' | '.join(peaks)} | | |"]
+    for arm, profiles in result["profile"].items():
+        for name, found in profiles.items():
+            lines.append(f"\n{arm}, {name}: {found['prefill_ms']:.1f} ms of the card for the prompts, {found['step_ms']:.2f} a decode step")
     return "\n".join(lines)
 
 
