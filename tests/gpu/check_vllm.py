@@ -1,4 +1,4 @@
-"""vLLM's strict engine on a card, two layers of Qwen3-8B at full width: graphs on and off, captured sizes, fills, chunks, reloads.
+"""vLLM's strict engine on a card, two layers of full width and few ids: graphs on and off, captured sizes, fills, chunks, reloads.
 
     OUT=. PYTHONPATH=. python tests/gpu/check_vllm.py [section ...]
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from report import Report, main
 
+from rlk.contract.models import QWEN3_8B_UPDATED
 from rlk.contract.numerics import HOPPER
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
@@ -84,7 +85,7 @@ def steps(report: Report) -> None:
 def start(name: str, **options: Any) -> tuple[VllmEngine, Path]:
     """An engine on its own copy of the same weights, and the folder of that copy."""
     root = Path(tempfile.mkdtemp())
-    prepare_synthetic("qwen3-8b", root / "first", layers=2)
+    prepare_synthetic(QWEN3_8B_UPDATED.name, root / "first")
     engine = VllmEngine(
         root / "first", mode="strict", device="cuda", numerics=HOPPER, max_model_len=1024, max_num_batched_tokens=BUDGET, max_num_seqs=40,
         kv_cache_bytes=1 << 30, stop_token_ids=(), **options,
