@@ -13,6 +13,7 @@ from rlk.acceptance.poison import poisoned_memory
 from rlk.contract.judgments import OPERATORS, Judgment, tolerance
 from rlk.contract.numerics import DEFAULT
 from rlk.contract.orders import fold_pairs
+from rlk.contract.sampling import SamplingParams
 from rlk.contract.topology import owned, token_leaves
 from rlk.contract.workloads import GEMM_ROWS, WS1
 from rlk.evidence.bytes import compare, describe
@@ -29,6 +30,19 @@ THREADS = (1, 2, 3, 5)
 # A busy machine must not turn a law red, and a law must try the same examples in every run.
 settings.register_profile("rlk", deadline=None, derandomize=True)
 settings.load_profile("rlk")
+
+
+@pytest.fixture
+def mixed() -> list[SamplingParams]:
+    """Rows of every kind: whole, greedy, top_p, top_k, both, and a top_k beyond a vocabulary of 301 ids."""
+    return [
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0, top_p=0.5, seed=2),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=3),
+        SamplingParams(temperature=1.3, top_k=20, seed=4),
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.8, seed=5),
+        SamplingParams(top_k=306, seed=2**63 - 1),
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -17,13 +18,6 @@ from rlk.kernels.sampling import cpu as rule
 from rlk.rollout.sampling import Sampled, draw, retained_ids, sample_rows
 
 VOCAB, PADDED = 301, 1024
-MIXED = [
-    SamplingParams(seed=1),
-    SamplingParams(temperature=0, top_p=0.5, seed=2),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=3),
-    SamplingParams(temperature=1.3, top_k=20, seed=4),
-    SamplingParams(temperature=0.7, top_k=40, top_p=0.8, seed=5),
-]
 
 
 def _logits(rows: int, width: int = VOCAB) -> torch.Tensor:
@@ -58,9 +52,10 @@ def _expected_support(row: torch.Tensor, params: SamplingParams) -> list[int]:
     return sorted(kept)
 
 
-@pytest.mark.parametrize("params", [p for p in MIXED if p.truncates], ids=["top_p", "top_k", "both"])
-def test_retained_ids_follow_top_k_then_top_p(params: SamplingParams) -> None:
-    for row in _logits(50):
+def test_retained_ids_follow_top_k_then_top_p(mixed: list[SamplingParams]) -> None:
+    truncating = [params for params in mixed if params.truncates]
+    assert len(truncating) == 4
+    for params, row in itertools.product(truncating, _logits(50)):
         assert retained_ids(row, params) == _expected_support(row, params)
 
 
@@ -151,9 +146,9 @@ def test_a_group_of_samples_differs_and_the_same_seeds_repeat_it() -> None:
     assert len({draw(flat, SamplingParams(seed=0), None, position) for position in range(8)}) > 1
 
 
-def test_row_does_not_depend_on_the_batch() -> None:
-    rows = 4 * len(MIXED)
-    logits, params, positions = _logits(rows), MIXED * 4, list(range(rows))
+def test_row_does_not_depend_on_the_batch(mixed: list[SamplingParams]) -> None:
+    rows = 4 * len(mixed)
+    logits, params, positions = _logits(rows), mixed * 4, list(range(rows))
     whole = _sample(logits, params, positions)
     for i in range(rows):
         alone = _sample(logits[i : i + 1].clone(), params[i : i + 1], positions[i : i + 1])
@@ -166,19 +161,19 @@ def test_row_does_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize("width", [VOCAB, PADDED])
-def test_the_trainer_scores_the_same_bytes(width: int) -> None:
-    logits = torch.full((len(MIXED), width), math.nan)
-    logits[:, :VOCAB] = _logits(len(MIXED))
+def test_the_trainer_scores_the_same_bytes(width: int, mixed: list[SamplingParams]) -> None:
+    logits = torch.full((len(mixed), width), math.nan)
+    logits[:, :VOCAB] = _logits(len(mixed))
     reset_readback()
-    sampled = _sample(logits, MIXED, [4] * len(MIXED))
+    sampled = _sample(logits, mixed, [4] * len(mixed))
     assert [(ran.op, ran.calls) for ran in readback()] == [("logp", 1)]
-    temperature = torch.tensor([p.scoring_temperature for p in MIXED])
+    temperature = torch.tensor([p.scoring_temperature for p in mixed])
     support = support_mask(sampled.supports, VOCAB)
     again = logp(logits[:, :VOCAB], sampled.ids, temperature, vocab_size=VOCAB, padded_vocab=PADDED, support=support)
     assert _same(again, sampled.logprobs)
     assert (sampled.logprobs <= 0).all()
     for wrong in (  # what a trainer gets that rescores at T = 1, or over the whole vocabulary
-        logp(logits, sampled.ids, torch.ones(len(MIXED)), vocab_size=VOCAB, padded_vocab=PADDED),
+        logp(logits, sampled.ids, torch.ones(len(mixed)), vocab_size=VOCAB, padded_vocab=PADDED),
         logp(logits, sampled.ids, temperature, vocab_size=VOCAB, padded_vocab=PADDED),
     ):
         assert not _same(wrong[2:], sampled.logprobs[2:])
@@ -193,10 +188,10 @@ def test_greedy_takes_the_argmax_and_is_scored_at_one() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_name_their_row(bad: float) -> None:
+def test_logits_that_are_not_finite_name_their_row(bad: float, mixed: list[SamplingParams]) -> None:
     logits = _logits(5)
     logits[3, 7] = bad
-    for params in MIXED:
+    for params in mixed:
         with pytest.raises(FloatingPointError, match="row 3"):
             _sample(logits, [params] * 5, [0] * 5)
         with pytest.raises(FloatingPointError):
@@ -205,20 +200,20 @@ def test_logits_that_are_not_finite_name_their_row(bad: float) -> None:
             draw(logits[3], params, None, 0)
 
 
-def test_arguments_must_match() -> None:
+def test_arguments_must_match(mixed: list[SamplingParams]) -> None:
     for logits, params, positions in (
-        (_logits(2), MIXED[:1], [0, 0]),
-        (_logits(2), MIXED[:2], [0]),
-        (_logits(2, VOCAB - 1), MIXED[:2], [0, 0]),
+        (_logits(2), mixed[:1], [0, 0]),
+        (_logits(2), mixed[:2], [0]),
+        (_logits(2, VOCAB - 1), mixed[:2], [0, 0]),
     ):
         with pytest.raises(ValueError, match="sample_rows"):
             _sample(logits, params, positions)
 
 
-def test_inference_mode_and_no_rows() -> None:
-    expected = _sample(_logits(5), MIXED, [0] * 5)
+def test_inference_mode_and_no_rows(mixed: list[SamplingParams]) -> None:
+    expected = _sample(_logits(6), mixed, [0] * 6)
     with torch.inference_mode():
-        sampled = _sample(_logits(5), MIXED, [0] * 5)
+        sampled = _sample(_logits(6), mixed, [0] * 6)
         assert _same(sampled.logprobs, expected.logprobs)
     assert torch.equal(sampled.ids, expected.ids)
     none = _sample(_logits(0), [], [])

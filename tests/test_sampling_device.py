@@ -24,14 +24,6 @@ from rlk.rollout.sampling import retained_ids, sample_rows
 from rlk.rollout.sampling_device import DeviceSampler, SupportLog
 
 VOCAB, PADDED, CPU = 301, 1024, torch.device("cpu")
-MIXED = [
-    SamplingParams(seed=1),
-    SamplingParams(temperature=0, top_p=0.5, seed=2),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=3),
-    SamplingParams(temperature=1.3, top_k=20, seed=4),
-    SamplingParams(temperature=0.7, top_k=40, top_p=0.8, seed=5),
-    SamplingParams(top_k=VOCAB + 5, seed=2**63 - 1),
-]
 
 
 def _logits(rows: int) -> torch.Tensor:
@@ -96,18 +88,18 @@ def test_fixed_point() -> None:
     assert fixed_point(5e-324) == 0
 
 
-def test_a_step_equals_the_rows_one_by_one() -> None:
-    logits, positions = _logits(len(MIXED)), [0, 5, 1, 2, 9, 10**6]
+def test_a_step_equals_the_rows_one_by_one(mixed: list[SamplingParams]) -> None:
+    logits, positions = _logits(len(mixed)), [0, 5, 1, 2, 9, 10**6]
     sampler = _sampler()
-    drawn = sampler.sample(logits, sampler.stage(MIXED, positions))
-    expected = sample_rows(logits, MIXED, positions, vocab_size=VOCAB, padded_vocab=PADDED, numerics=DEFAULT)
+    drawn = sampler.sample(logits, sampler.stage(mixed, positions))
+    expected = sample_rows(logits, mixed, positions, vocab_size=VOCAB, padded_vocab=PADDED, numerics=DEFAULT)
     assert torch.equal(drawn.ids, expected.ids)
     assert torch.equal(drawn.logprobs.view(torch.int32), expected.logprobs.view(torch.int32))
     log = SupportLog(VOCAB, PADDED, CPU, block_rows=7)
     assert drawn.support is not None
     for step in range(3):
-        log.put(drawn.support, [(i, step) if params.truncates else None for i, params in enumerate(MIXED)])
-    for i, params in enumerate(MIXED):
+        log.put(drawn.support, [(i, step) if params.truncates else None for i, params in enumerate(mixed)])
+    for i, params in enumerate(mixed):
         if params.truncates:
             kept = log.ids((i, 1))
             assert list(kept) == retained_ids(logits[i], params)
@@ -125,10 +117,10 @@ def test_a_step_equals_the_rows_one_by_one() -> None:
         log.bits((2, 1))
 
 
-def test_what_is_staged_follows_the_parameters() -> None:
+def test_what_is_staged_follows_the_parameters(mixed: list[SamplingParams]) -> None:
     """Parameters that stay, that change in one row, and fewer rows."""
-    sampler, logits = _sampler(), _logits(len(MIXED))
-    stay, other = tuple(MIXED), (*MIXED[:3], replace(MIXED[3], seed=99), *MIXED[4:])
+    sampler, logits = _sampler(), _logits(len(mixed))
+    stay, other = tuple(mixed), (*mixed[:3], replace(mixed[3], seed=99), *mixed[4:])
     for asked, first in ((stay, 0), (stay, 7), (other, 7), (other, 8), (list(stay), 7), (stay[2:4], 7), (stay[:2], 0), (stay, 3)):
         positions = range(first, first + len(asked))
         drawn = sampler.sample(logits[: len(asked)], sampler.stage(asked, positions))
@@ -147,31 +139,31 @@ def test_without_limits_there_are_no_supports() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_are_raised_once_by_name(bad: float) -> None:
+def test_logits_that_are_not_finite_are_raised_once_by_name(bad: float, mixed: list[SamplingParams]) -> None:
     sampler, logits = _sampler(), _logits(3)
     logits[1, 7] = bad
-    sampler.sample(logits, sampler.stage(MIXED[2:5], [10, 11, 12]))
+    sampler.sample(logits, sampler.stage(mixed[2:5], [10, 11, 12]))
     with pytest.raises(FloatingPointError, match="seed 4 at position 11"):
         sampler.check()
     sampler.check()
 
 
-def test_a_step_that_overlooks_a_limit_is_raised() -> None:
+def test_a_step_that_overlooks_a_limit_is_raised(mixed: list[SamplingParams]) -> None:
     """As a graph would that was captured without limits."""
     sampler = _sampler()
-    staged = sampler.stage(MIXED[2:4], [0, 1])
+    staged = sampler.stage(mixed[2:4], [0, 1])
     sampler.sample(_logits(2), replace(staged, by_weight=False))
     with pytest.raises(RuntimeError, match="seed 3 at position 0 truncates"):
         sampler.check()
 
 
-def test_refusals() -> None:
+def test_refusals(mixed: list[SamplingParams]) -> None:
     sampler = _sampler()
     with pytest.raises(ValueError, match="at most 8 rows"):
         sampler.stage([SamplingParams()] * 9, [0] * 9)
     with pytest.raises(ValueError, match="2 rows and 1 positions"):
         sampler.stage([SamplingParams()] * 2, [0])
-    staged = sampler.stage(MIXED[:2], [0, 0])
+    staged = sampler.stage(mixed[:2], [0, 0])
     for wrong in (_logits(3), _logits(2).double(), _logits(2)[:, :300]):
         with pytest.raises(ValueError, match="sampling: "):
             sampler.sample(wrong, staged)
