@@ -46,15 +46,22 @@ class Chain:
     model_hash: str
     train_layouts: Mapping[str, list[Comparison]] = field(default_factory=dict)
 
+    @property
+    def layers(self) -> int:
+        """Decoder layers whose intermediates the engine that generates kept."""
+        return len({name.split(".")[1] for name in self._names() if name.startswith("layers.")})
+
     def pairs(self, cell: Cell) -> Iterator[tuple[str, Sides]]:
         """What a chain cell compares: per intermediate (of every layer) both sides' rows with their tokens."""
-        names = {key.partition("/")[2] for key in self.passes["decode"] if not key.endswith(".positions")}
-        for name in sorted(names):
+        for name in sorted(self._names()):
             if cell.subject == "rollout_layouts":
                 yield name, self._sides(name, cell.judgment, "decode")
             elif name.split(".")[-1] == cell.judgment:
                 other = "train" if cell.subject == "train_vs_rollout" else "prefill"
                 yield name, self._sides(name, "decode", other)
+
+    def _names(self) -> set[str]:
+        return {key.partition("/")[2] for key in self.passes["decode"] if not key.endswith(".positions")}
 
     def _sides(self, name: str, mine: str, other: str) -> Sides:
         sides: tuple[list[Token], list[torch.Tensor], list[Token], list[torch.Tensor]] = ([], [], [], [])

@@ -17,6 +17,7 @@ def hand_in(cell: Cell, evidence: Evidence, chain: Chain) -> None:
     """Engines, facts and the comparisons of one cell."""
     hand_in_engines(evidence, chain.engines)
     evidence.fact("model_hashes", [chain.model_hash])
+    evidence.fact("layers", chain.layers)
     evidence.fact("prompt_lengths", [len(r.prompt_ids) for r in chain.responses])
     evidence.fact("response_lengths", [len(r.token_ids) for r in chain.responses])
     if cell.subject == "train_layouts":

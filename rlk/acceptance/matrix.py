@@ -59,7 +59,7 @@ CHECKPOINT_LAYER = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm",
     "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
-CHAIN_FACTS = ("rollout_engine", "model_hashes")
+CHAIN_FACTS = ("rollout_engine", "model_hashes", "layers")
 ENGINES = ("rollout_engine", "train_engine")
 UPDATE_FACTS = (*ENGINES, "model_hashes", "reward_per_step", "kl_per_step", "tokens_compared")
 
