@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 REQUIRED = {cell.cell_id: cell for cell in ws1_cells("cuda") if cell.required}
 DIGEST = re.compile(r"[0-9a-f]{64}")
 PLACES = {"run_id", "date", "command", "commit", "dirty", "tree_digest", "card", "driver", "cuda", "packages"}
-OUTCOMES = {"required", "green", "red", "missing", "elements_compared", "kernels", "vendor", "files"}
+OUTCOMES = {"required", "green", "red", "missing", "elements_compared", "kernels", "vendor", "trouble", "files"}
 
 
 @pytest.fixture(scope="module")

@@ -1,63 +1,128 @@
-"""On a card: runs the operator cells in shards at once, judges them together and writes the summary that is kept:
+"""On one card or more: runs the cells of the cuda platform in sessions side by side, judges them together and writes what is kept:
 
-    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [number of shards [seconds]]
+    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain depth integration ablation]
 
-Shards that have not ended by then are ended, and their cells are missing. Leaves in $OUT the joined run directory ``ws1``,
-``ws1_h200.json`` and each shard's log, and exits 1 unless every cell is green. Needs a clean checkout, or a copy with its
-``rlk-manifest.json``.
+Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. The whole
+depth of the chain wants 110 GB: with two cards it has the second one, beside operators that end before it needs all; with one it runs after
+the others.
+
+Leaves in $OUT the joined run directory ``cuda``, ``ws1_h200.json``, ``ws2_h200.json``, ``engines_h200.json`` and each session's log, and
+exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its ``rlk-manifest.json``, on a
+disk that holds 20 GB and writes them fast.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from summarize_cells import SCOPE, summarize
+import torch
+from summarize_cells import summarize
 
+from acceptance.engines import synthetic_checkpoint
+from rlk.acceptance.matrix import CHAIN_WORKLOAD, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
 from rlk.acceptance.validate import merge
+from rlk.evidence.schema import Report
 from rlk.kernels._native.build import cache_root
 
-COMMAND = ("pytest", "-p", "no:cacheprovider", "-m", "cuda", "acceptance/", "--scope", SCOPE)
+COMMAND = ("pytest", "-p", "no:cacheprovider", "-m", "cuda", "acceptance/")
+SUMMARIES = {"ws1": ("ws1",), "ws2": ("ws2",), "engines": ("chain", "integration", "ablation", "control")}
+"""Summary -> its scopes."""
+GRACE_S = 20
+"""What an interrupted session gets to write its report."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of pytest on one card. summary: where its cells go. shown: its arguments there; a list of cells would be too long."""
+
+    name: str
+    summary: str
+    card: str
+    arguments: tuple[str, ...]
+    shown: str
+
+    def run(self, folder: Path, out: Path, deadline: float) -> None:
+        """Until its end or the deadline."""
+        began = time.monotonic()
+        command = [sys.executable, "-m", *COMMAND, *self.arguments, "--artifacts", str(folder / self.name), "-q", "--tb=short"]
+        with (out / f"session_{self.name}.log").open("w") as log:
+            started = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "CUDA_VISIBLE_DEVICES": self.card})
+            try:
+                code = started.wait(max(0.0, deadline - began))
+            except subprocess.TimeoutExpired:
+                started.send_signal(signal.SIGINT)
+                try:
+                    code = started.wait(GRACE_S)
+                except subprocess.TimeoutExpired:
+                    started.kill()
+                    code = started.wait()
+        print(f"{self.name}: exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def sessions(cards: int, shards: int) -> list[list[Session]]:
+    """All sessions, in groups that run one after another."""
+    first, last = "0", str(min(cards, 2) - 1)
+    depth = Session("depth", "engines", last, _chain(CHAIN_WORKLOAD["cuda"], SNAPSHOT_WORKLOAD), "--cell … (chain at full depth)")
+    others = [
+        *(_scoped(f"ws1_{i}", "ws1", last, "--scope", "ws1", "--shard", f"{i}/{shards}") for i in range(1, shards + 1)),
+        _scoped("ws2", "ws2", first, "--scope", "ws2"),
+        Session("chain", "engines", first, _chain(WORKLOAD["cuda"]), "--cell … (chain at two layers)"),
+        _scoped("ablation", "engines", first, "--scope", "ablation"),
+        _scoped("integration", "engines", first, "--scope", "integration", "--scope", "control"),
+    ]
+    return [[depth, *others]] if cards > 1 else [others, [depth]]
+
+
+def _scoped(name: str, summary: str, card: str, *arguments: str) -> Session:
+    return Session(name, summary, card, arguments, " ".join(arguments))
+
+
+def _chain(*workloads: str) -> tuple[str, ...]:
+    chosen = [cell for cell in enumerate_cells("cuda") if cell.required and cell.scope == "chain" and cell.workload in workloads]
+    return tuple(word for cell in chosen for word in ("--cell", cell.cell_id))
 
 
 def main() -> None:
-    count, limit = (*map(int, sys.argv[1:]), *(14, 3600)[len(sys.argv) - 1 :])
-    out, folder, deadline = Path(os.environ.get("OUT", ".")), Path(tempfile.mkdtemp()), time.monotonic() + limit
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", *COMMAND, "--shard", f"{i}/{count}", "--artifacts", str(folder / str(i)), "-q", "--tb=short"],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        for i in range(1, count + 1)
-        for log in [(out / f"shard_{i}.log").open("w")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seconds", type=float, default=460.0)
+    parser.add_argument("--shards", type=int, default=8)
+    asked = parser.parse_args()
+    out, folder, deadline = Path(os.environ.get("OUT", ".")), Path(tempfile.mkdtemp()), time.monotonic() + asked.seconds
+    groups = [
+        [session for session in group if not asked.names or session.name.partition("_")[0] in asked.names]
+        for group in sessions(torch.cuda.device_count(), asked.shards)
     ]
-    codes = [_ended(shard, deadline) for shard in running]
-    print(f"{count} shards ended with {codes}", flush=True)  # 3: green, and a part; -9: ended here
-    runs = sorted(path.parent for path in folder.glob("**/report.json"))
-    merge(runs, out / SCOPE)
-    summary = summarize(out / SCOPE, cache_root().with_name("vendor"), " ".join((*COMMAND, "--shard", f"1/{count} … {count}/{count}")))
-    (out / "ws1_h200.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"{len(summary['green'])} of {summary['required']} green; missing {len(summary['missing'])}")
-    for cell_id, why in summary["red"].items():
-        print(f"red {cell_id}: {why}")
-    for cell_id in summary["missing"]:
-        print(f"missing {cell_id}")
-    sys.exit(0 if len(summary["green"]) == summary["required"] else 1)
-
-
-def _ended(shard: subprocess.Popen[bytes], deadline: float) -> int:
-    """Exit code of a shard, which is killed at the deadline."""
-    try:
-        return shard.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        shard.kill()
-        return shard.wait()
+    synthetic_checkpoint(Path.cwd(), UPDATED_MODEL["cuda"])  # several sessions read it
+    for group in groups:
+        with ThreadPoolExecutor(max(1, len(group))) as pool:
+            list(pool.map(partial(Session.run, folder=folder, out=out, deadline=deadline), group))
+    merge(sorted(path.parent for path in folder.glob("**/report.json")), out / "cuda")
+    report = Report.model_validate_json((out / "cuda" / "report.json").read_bytes())
+    unwell = len(report.session.trouble)
+    for name, scopes in SUMMARIES.items():
+        shown = " | ".join(session.shown for group in groups for session in group if session.summary == name)
+        summary = summarize(out / "cuda", cache_root().with_name("vendor"), f"{' '.join(COMMAND)} {shown}", scopes)
+        (out / f"{name}_h200.json").write_text(json.dumps(summary, indent=1) + "\n")
+        waiting = [cell_id for cell_id in summary["missing"] if SNAPSHOT_WORKLOAD in cell_id]
+        lost = [cell_id for cell_id in summary["missing"] if cell_id not in waiting]
+        print(f"{name}: {len(summary['green'])} of {summary['required']} green; {len(waiting)} wait for published weights")
+        for cell_id, why in {**summary["red"], **dict.fromkeys(lost, "missing")}.items():
+            print(f"{cell_id}: {why}"[:300])
+        unwell += len(summary["red"]) + len(lost)
+    print(f"verdict {report.verdict.status.value}; trouble: {list(report.session.trouble)}")
+    sys.exit(1 if unwell else 0)
 
 
 if __name__ == "__main__":

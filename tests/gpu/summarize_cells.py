@@ -50,6 +50,7 @@ def summarize(directory: Path, certificates: Path, command: str, scopes: Collect
         "elements_compared": sum(r.elements for r in records),
         "kernels": {kernel_id: sorted(op for op, _, k in used if k == kernel_id) for kernel_id in sorted({k for *_, k in used})},
         "vendor": _certificates(certificates),
+        "trouble": list(report.session.trouble),
         "files": RunDirectory(directory).digests(),
     }
 
