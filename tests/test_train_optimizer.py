@@ -42,11 +42,12 @@ def scalar_adam(w: float, m: float, v: float, g: float, s: AdamStep, decays: boo
 @pytest.mark.parametrize("decays", [True, False])
 def test_update_is_the_scalar_formula(decays: bool) -> None:
     params = AdamParams(lr=1e-3, weight_decay=0.1)
-    # 37 elements: a vector body and a tail.
-    state = [(F(w), 0.0, 0.0) for w in random(37, seed=1).tolist()]
-    w, m, v = torch.tensor([s[0] for s in state]), torch.zeros(37), torch.zeros(37)
+    # A vector body and a tail, and enough square roots to meet one that a library rounds the wrong way.
+    count = 1021
+    state = [(F(w), 0.0, 0.0) for w in random(count, seed=1).tolist()]
+    w, m, v = torch.tensor([s[0] for s in state]), torch.zeros(count), torch.zeros(count)
     for number in range(1, 5):
-        gradient = random(37, seed=10 + number) * 10.0 ** (number - 4)
+        gradient = random(count, seed=10 + number) * 10.0 ** (number - 4)
         adam(w, m, v, gradient, scalars(params.step(number), CPU), decays)
         state = [scalar_adam(*s, g, params.step(number), decays) for s, g in zip(state, gradient.tolist())]
     expected = torch.tensor(state, dtype=torch.float32)
