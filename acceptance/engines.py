@@ -34,6 +34,8 @@ from rlk.model.weights import load_checkpoint
 MODES: tuple[EngineMode, ...] = ("native", "strict")
 PROMPTS, GROUP, KL_COEF = 8, 8, 1e-2
 """Of one update in an integration cell: 64 samples."""
+PHASES = ("generate", "score", "update", "publish", "load")
+"""What an update spends its time on."""
 
 
 def tiny_checkpoint(root: Path) -> Path:
@@ -163,6 +165,12 @@ def hand_in_run(evidence: Evidence, summary: RunSummary) -> None:
     evidence.fact("run_directory", summary.directory.name)
     for name, value in facts_of([_update(step) for step in summary.steps]).items():
         evidence.fact(name, value)
+
+
+def hand_in_timings(evidence: Evidence, summary: RunSummary) -> None:
+    """Milliseconds of each phase, one sample per update, the first one's included."""
+    for phase in PHASES:
+        evidence.timing(phase, (1000 * step.timings_s[phase] for step in summary.steps))
 
 
 def _update(step: StepResult) -> Update:

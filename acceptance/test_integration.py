@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from acceptance.engines import Runs, compare_logprobs, compare_with_one_rank, hand_in_run, hash_bytes
+from acceptance.engines import Runs, compare_logprobs, compare_with_one_rank, hand_in_run, hand_in_timings, hash_bytes
 from acceptance.topologies import shard_hashes
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
@@ -18,6 +18,7 @@ from rlk.loop.records import RunSummary
 def test_logprob(cell: Cell, evidence: Evidence, runs: Runs) -> None:
     summary = runs.integration(cell)
     hand_in_run(evidence, summary)
+    hand_in_timings(evidence, summary)
     compare_logprobs(evidence, summary)
     if cell.subject == CROSS:
         compare_with_one_rank(evidence, summary, _on_one_rank(cell, runs))

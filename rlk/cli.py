@@ -140,6 +140,28 @@ def validate(
 
 
 @app.command()
+def compare(
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="run directory of the baseline revision")],
+    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="run directory of the candidate revision")],
+    target: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="new directory for the comparison")] = None,
+) -> None:
+    """Compare two acceptance runs of one platform: does the candidate compute the baseline's bytes?"""
+    from rlk.acceptance.revision import compare_runs, exit_code
+    from rlk.acceptance.revision_page import write_comparison
+    from rlk.evidence.rundir import RunDirectory
+
+    if target is not None and target.exists():
+        raise Refused(f"{target} exists: choose another --out, runs are never overwritten")
+    revision = compare_runs(baseline, candidate, shlex.join(["rlk", *sys.argv[1:]]))
+    default = Path("artifacts", "refactor", revision.platform, revision.candidate.sha or "unknown-sha", f"{revision.run_id}-compared")
+    page = write_comparison(revision, RunDirectory.create(target or default))
+    for reason in revision.reasons:
+        print(reason)
+    print(f"{revision.status}: {page}")
+    raise typer.Exit(exit_code(revision))
+
+
+@app.command()
 @with_profile
 def report(
     profile: Profile,

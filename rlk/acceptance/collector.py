@@ -42,12 +42,16 @@ class Evidence:
         return self.comparison(compare_tokens(name, actual_tokens, actual, expected_tokens, expected))
 
     def comparison(self, outcome: Comparison) -> Comparison:
-        """Hand in a comparison made elsewhere."""
+        """Hand in a comparison made elsewhere by ``rlk.evidence.bytes``; one that is equal without a digest raises ValueError."""
+        if outcome.equal and not outcome.digest:
+            raise ValueError(f"{outcome.name}: equal without a digest: hand in what rlk.evidence.bytes.compare returns")
         self._open().comparisons.append(outcome)
         return outcome
 
     def accuracy(self, outcome: Accuracy) -> Accuracy:
-        """Hand in an accuracy measured by ``rlk.evidence.accuracy``."""
+        """Hand in an accuracy measured by ``rlk.evidence.accuracy``; one that passed without a digest raises ValueError."""
+        if outcome.passed and not outcome.digest:
+            raise ValueError(f"{outcome.name}: measured without a digest: hand in what rlk.evidence.accuracy.measure_accuracy returns")
         self._open().accuracies.append(outcome)
         return outcome
 

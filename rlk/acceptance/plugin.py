@@ -1,4 +1,4 @@
-"""pytest plugin: turns ``pytest -m cpu acceptance/`` into a judged session that fails closed.
+"""pytest plugin: turns ``pytest -m cpu acceptance/`` into a judged session that fails closed, or a comparison of two.
 
 Inactive and cheap in every other session: it adds options and markers, and refuses cells that are run without a judge. All else lives in
 :mod:`rlk.acceptance.gate`, which is loaded when an acceptance session starts.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from rlk.acceptance.platforms import PLATFORMS, why_not_here
+import rlk
+from rlk.acceptance.platforms import PLATFORMS, Platform, why_not_here
 
 if TYPE_CHECKING:
     from rlk.acceptance.cell import Cell
@@ -39,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--artifacts", metavar="DIR", help="where run directories go (default: artifacts/refactor)")
     group.addoption("--waivers", metavar="FILE", help="waivers that annotate the report (default: acceptance/waivers.json)")
+    group.addoption("--baseline", metavar="REV", help="run the suite of this commit and of --candidate, and compare their bytes")
+    group.addoption("--candidate", metavar="REV", help="what --baseline is compared with (default: HEAD)")
     group.addoption("--allow-dirty", action="store_true", help="judge a dirty checkout; the report says so and ends PARTIAL, never PASS")
     parser.addini("rlk_matrix", "function that enumerates the cells of a platform", default=DEFAULT_MATRIX)
 
@@ -60,6 +64,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
             raise ValueError(f"-m {asked!r} names no platform: use exactly one of {', '.join(PLATFORMS)}")
         if refusal := why_not_here(platform) or _weakened(config):
             raise ValueError(refusal)
+        if config.option.baseline or config.option.candidate:
+            return _compare_revisions(config, platform)
         from rlk.acceptance.gate import Gate
 
         module, _, function = str(config.getini("rlk_matrix")).partition(":")
@@ -73,6 +79,24 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     return None
 
 
+def _compare_revisions(config: pytest.Config, platform: Platform) -> int:
+    from rlk.acceptance.revision_runs import compare_revisions
+
+    option, arguments = config.option, [str(argument) for argument in config.invocation_params.args]
+    if not option.baseline:
+        raise ValueError("--candidate alone has nothing to be compared with: add --baseline REV")
+    refused = {"--allow-dirty": option.allow_dirty, "--collect-only": option.collectonly, "--rootdir": option.rootdir}
+    for name, given in refused.items():
+        if given:
+            raise ValueError(f"{name} does not go with --baseline, which judges clean checkouts of its own: leave it out")
+    if config.invocation_params.dir != config.rootpath or any(Path(str(argument)).is_absolute() for argument in config.args):
+        raise ValueError(
+            f"--baseline is run from {config.rootpath} with relative paths: use `pytest -m {platform} acceptance/ --baseline …`"
+        )
+    artifacts = Path(option.artifacts) if option.artifacts else None
+    return compare_revisions(config.rootpath, platform, option.baseline, option.candidate, arguments, artifacts)
+
+
 def _is_acceptance(config: pytest.Config) -> bool:
     home = (config.rootpath / "acceptance").resolve()
     paths = [(config.invocation_params.dir / str(a).split("::")[0]).resolve() for a in config.args]
@@ -80,12 +104,15 @@ def _is_acceptance(config: pytest.Config) -> bool:
 
 
 def _weakened(config: pytest.Config) -> str:
-    """Which plugin or option would weaken the verdict, and the remedy; "" if none."""
+    """What would weaken the verdict, a plugin, an option or another rlk, and the remedy; "" if none."""
     for name, plugin in config.pluginmanager.list_name_plugin():
         if plugin is not None and os.sep not in str(name) and any(word in str(name) for word in RERUN_PLUGINS):
             return f"plugin {name!r} repeats failed tests, and a cell that fails once has failed: remove it"
     if any(str(override).startswith("rlk_matrix") for override in config.option.override_ini or ()):
         return "-o rlk_matrix would choose another matrix than the committed one: leave it out"
+    own = config.rootpath / "rlk"
+    if own.is_dir() and not any(own.samefile(path) for path in rlk.__path__):
+        return f"rlk is imported from {rlk.__path__[0]}, not from this checkout: set PYTHONPATH={config.rootpath}, or install it from here"
     if config.inipath is None or config.inipath.parent != config.rootpath:
         return f"the configuration {config.inipath} is not the repository's own: leave out -c"
     if not __debug__:

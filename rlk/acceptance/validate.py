@@ -34,15 +34,21 @@ def validate_run(path: Path) -> list[str]:
 
     A red run is valid too: validity says that the evidence is whole, the verdict says what it shows.
     """
+    report, problems = read_run(path)
+    return problems + (_own_judgment(report) if report is not None else [])
+
+
+def read_run(path: Path) -> tuple[Report | None, list[str]]:
+    """Report of a run of this or an earlier version of rlk, None if it cannot be read, and the problems of its files with each other."""
     try:
         directory = RunDirectory(path)
         report = Report.model_validate_json((path / "report.json").read_bytes())
     except RunDirectoryError as error:
-        return [str(error)]
+        return None, [str(error)]
     except FileNotFoundError:
-        return [f"{path} has no report.json: the run did not reach its end"]
+        return None, [f"{path} has no report.json: the run did not reach its end"]
     except (OSError, ValidationError) as error:
-        return [f"report.json is not a report: {_first_line(error)}"]
+        return None, [f"report.json is not a report: {_first_line(error)}"]
     records, problems = read_cells(path)
     problems += [f"{name} is missing" for name in PAGES if not (path / name).is_file()]
     problems += _environment(path, report)
@@ -50,7 +56,7 @@ def validate_run(path: Path) -> list[str]:
     problems += _kernel_ids(report)
     if directory.sealed:
         problems += seal_problems(directory)
-    return problems
+    return report, problems
 
 
 def read_cells(path: Path) -> tuple[list[CellRecord], list[str]]:
@@ -102,6 +108,7 @@ def merge(paths: Sequence[Path], target: Path) -> Verdict:
     judged, verdict = conclude([Cell.from_row(row) for row in first.matrix], records, session)
     environment: dict[str, Any] = {**first.environment, "shards": [report.run_id for report in reports]}
     whole = Report(
+        schema_version=first.schema_version,
         run_id=new_run_id(),
         command=shlex.join(["rlk", "validate", "--merge", *map(str, paths), "--into", str(target)]),
         started_at=min(report.started_at for report in reports),
@@ -142,8 +149,6 @@ def _agreement(report: Report, records: Sequence[CellRecord]) -> list[str]:
     except ValueError as error:
         return [str(error)]
     problems = []
-    if report.matrix_source == OWN_MATRIX and cells != list(enumerate_cells(report.session.platform)):
-        problems.append("the matrix is not the one this version of rlk enumerates: validate with the commit of the run")
     judged, verdict = conclude(cells, records, report.session)
     stored = {record.cell_id: record for record in report.records}
     differing = [record.cell_id for record in judged if stored.get(record.cell_id) != record]
@@ -157,6 +162,18 @@ def _agreement(report: Report, records: Sequence[CellRecord]) -> list[str]:
         problems.append("the checkout was dirty and the session does not say so")
     if not report.provenance.sha and not report.session.trouble:
         problems.append("the commit is unknown and the session does not say so")
+    return problems
+
+
+def _own_judgment(report: Report) -> list[str]:
+    """Matrix and green records of a report against the matrix and the judge of this version."""
+    try:
+        cells = [Cell.from_row(row) for row in report.matrix]
+    except ValueError:
+        return []  # reported by _agreement
+    problems = []
+    if report.matrix_source == OWN_MATRIX and cells != list(enumerate_cells(report.session.platform)):
+        problems.append("the matrix is not the one this version of rlk enumerates: validate with the commit of the run")
     by_id = {cell.cell_id: cell for cell in cells}
     for record in report.records:
         reasons = rejudge(by_id[record.cell_id], record, report.declared_kernels) if record.cell_id in by_id else []
@@ -198,6 +215,7 @@ def _require_clean(path: Path, report: Report) -> None:
 
 def _require_same(first_path: Path, first: Report, path: Path, report: Report) -> None:
     pairs = {
+        "schema version": (first.schema_version, report.schema_version),
         "commit": (first.provenance.sha, report.provenance.sha),
         "tree": (first.provenance.tree_digest, report.provenance.tree_digest),
         "platform": (first.session.platform, report.session.platform),

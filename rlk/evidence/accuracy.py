@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlk.contract.judgments import Judgment, operator, tolerance
+from rlk.evidence.bytes import digest
 from rlk.evidence.schema import Accuracy
 
 
@@ -33,6 +34,7 @@ def measure_accuracy(name: str, subject: str, value: str, judgment: Judgment, ca
         max_rel=float((error[nonzero] / size[nonzero]).max()) if bool(nonzero.any()) else 0.0,
         worst_excess=float((error - (allowed.atol + allowed.rtol * size)).max()),
         reference_bf16_error=float((reference.detach().bfloat16().double() - exact).abs().max()),
+        digest=digest(candidate),
     )
 
 

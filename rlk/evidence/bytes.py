@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +17,8 @@ from rlk.evidence.schema import Comparison, Difference
 Token = tuple[int, int]
 """(sample id, position in the sample)"""
 
+PIECE = 1 << 24
+"""Bytes of a value that are hashed at once."""
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,6 +49,7 @@ def compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Comparis
             expected_hex=_hex(b_bytes[at]),
             ulp=None if ulps is None else int(ulps[0]),
         )
+    problem = _nonfinite(a, b)
     return Comparison(
         name=name,
         dtype=_name(actual.dtype),
@@ -53,8 +59,25 @@ def compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Comparis
         mismatched_bytes=int(differs.sum()),
         max_ulp=max_ulp,
         first=first,
-        problem=_nonfinite(a, b),
+        problem=problem,
+        digest="" if len(rows) or problem else digest(actual),
     )
+
+
+def digest(value: torch.Tensor) -> str:
+    """SHA-256 in hex over dtype and shape, then over the SHA-256 of each 16 MiB piece of the raw bytes in element order.
+
+    value: any device and layout. Pieces come to the host and are hashed several at once, since a trace or a gradient has gigabytes.
+    """
+    sha = hashlib.sha256(f"{_name(value.dtype)} {list(value.shape)}\n".encode())
+    pieces = _flat(value, value.device).view(torch.uint8).split(PIECE)
+    if len(pieces) == 1:
+        sha.update(_sha256(pieces[0]))
+        return sha.hexdigest()
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for found in pool.map(_sha256, pieces):
+            sha.update(found)
+    return sha.hexdigest()
 
 
 def compare_fp32(name: str, actual: Sequence[float], expected: Sequence[float]) -> Comparison:
@@ -96,6 +119,10 @@ def describe(comparison: Comparison) -> str:
     first = comparison.first
     distance = "" if first.ulp is None else f", {first.ulp} ulp, max {comparison.max_ulp} ulp"
     return f"{line}, first at {list(first.index)}: {first.actual_hex} against {first.expected_hex}{distance}"
+
+
+def _sha256(raw: torch.Tensor) -> bytes:
+    return hashlib.sha256(raw.cpu().numpy().data).digest()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -57,7 +57,7 @@ def write_manifest(root: Path, target: Path) -> Manifest:
     seen = _from_git(root)
     if seen.problem:
         raise RuntimeError(seen.problem)
-    files = [entry[2:] for entry in _git(root, "ls-files", "-v", "-z")]
+    files = [entry[2:] for entry in git(root, "ls-files", "-v", "-z")]
     manifest = Manifest(sha=seen.sha, dirty=seen.dirty, files={p: _digest(root / p) for p in files})
     target.write_text(json.dumps(manifest.model_dump(), indent=1, sort_keys=True))
     return manifest
@@ -66,10 +66,10 @@ def write_manifest(root: Path, target: Path) -> Manifest:
 def _from_git(root: Path) -> Provenance:
     try:
         options = ("--branch", "--untracked-files=all", "--no-renames", "--ignore-submodules=none")
-        status = _git(root, "status", "--porcelain=v2", "-z", *options)
-        tagged = _git(root, "ls-files", "-v", "-z")
+        status = git(root, "status", "--porcelain=v2", "-z", *options)
+        tagged = git(root, "ls-files", "-v", "-z")
         files = [entry[2:] for entry in tagged]
-        others = _git(root, "ls-files", "--others", "-z", "--", ":(glob)*", *_tops(files))
+        others = git(root, "ls-files", "--others", "-z", "--", ":(glob)*", *_tops(files))
     except (OSError, subprocess.CalledProcessError) as error:
         why = str(getattr(error, "stderr", "") or error).strip().splitlines()
         return _unknown("git", f"git cannot tell the commit: {why[0] if why else 'no answer'}")
@@ -107,8 +107,8 @@ def _unknown(source: str, problem: str) -> Provenance:
     return Provenance(source=source, sha="", dirty=False, tree_digest="", problem=problem)
 
 
-def _git(root: Path, *arguments: str) -> list[str]:
-    """Entries of a git command that separates them by NUL. No variable or cache of the user's can point it elsewhere."""
+def git(root: Path, *arguments: str) -> list[str]:
+    """Output of a git command, cut at NUL. No variable or cache of the user's can point it elsewhere."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-c", "core.fsmonitor=false", *arguments]
     done = subprocess.run(command, cwd=root, env=env, check=True, capture_output=True, text=True, errors="surrogateescape")

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from rlk.evidence.rundir import RunDirectory
-from rlk.evidence.schema import Report
+from rlk.evidence.schema import Record, Report
 from rlk.evidence.view import View
 
 _MARKDOWN = re.compile(r"([\\`*{}\[\]<>|~&$]|\b_|_\b)")
@@ -21,21 +21,31 @@ def write_report(directory: RunDirectory, report: Report) -> Path:
 
     Raises RunDirectoryError where one of them exists already. The pages show nothing that ``report.json`` does not hold.
     """
-    pages = {"report.md": render_markdown(report), "report.html": render_html(report)}
-    directory.write_json("report.json", report.model_dump(mode="json"))
-    for name, text in pages.items():
-        path = directory.write_text(name, text)
+    return write_pages(directory, "report", report, View(report))
+
+
+def write_pages(directory: RunDirectory, name: str, facts: Record, view: object) -> Path:
+    """Write ``facts`` as ``<name>.json``, and ``view`` laid out by the templates ``<name>.md.j2`` and ``<name>.html.j2``."""
+    pages = {f"{name}.{kind}": render(name, kind, view) for kind in ("md", "html")}
+    directory.write_json(f"{name}.json", facts.model_dump(mode="json"))
+    for page, text in pages.items():
+        path = directory.write_text(page, text)
     return path
 
 
+def render(name: str, kind: str, view: object) -> str:
+    """One self-contained page of a kind, "html" or "md"; every value is escaped."""
+    return _templates(kind).get_template(f"{name}.{kind}.j2").render(view=view)
+
+
 def render_html(report: Report) -> str:
-    """One self-contained page; every value is escaped."""
-    return _templates("html").get_template("report.html.j2").render(view=View(report))
+    """The page of a run."""
+    return render("report", "html", View(report))
 
 
 def render_markdown(report: Report) -> str:
-    """The same in Markdown; every value is escaped."""
-    return _templates("md").get_template("report.md.j2").render(view=View(report))
+    """The same in Markdown."""
+    return render("report", "md", View(report))
 
 
 @cache

@@ -1,4 +1,7 @@
-"""Records of evidence, schema version 1. Each model refuses unknown fields and a status that its own evidence does not carry."""
+"""Records of evidence, schema version 2. Each model refuses unknown fields and a status that its own evidence does not carry.
+
+Version 1 had no digests; its reports are still read.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from rlk.evidence.provenance import Provenance
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 
 Count = Annotated[int, Field(ge=0)]
 PlatformName = Literal["cpu", "cuda", "rocm"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 
 
 class Status(StrEnum):
@@ -46,6 +50,7 @@ class Comparison(Record):
     """Outcome of one byte comparison. ``problem`` names what made it impossible or void (shape, dtype, no element, NaN or Inf).
 
     Either every element of ``shape`` was compared or there is a problem; a mismatch has a first difference, and nothing else has one.
+    digest: of the value that both sides hold (``rlk.evidence.bytes.digest``), "" where they hold two or there is a problem.
     """
 
     name: str
@@ -57,6 +62,7 @@ class Comparison(Record):
     max_ulp: int | None = None
     first: Difference | None = None
     problem: str = ""
+    digest: Digest = ""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Comparison:
@@ -67,6 +73,8 @@ class Comparison(Record):
             raise ValueError(f"{self.name}: more mismatches than elements")
         if not (bool(self.mismatched_elements) == bool(self.mismatched_bytes) == (self.first is not None)):
             raise ValueError(f"{self.name}: mismatched elements, mismatched bytes and the first difference contradict each other")
+        if self.digest and not self.equal:
+            raise ValueError(f"{self.name}: one digest for a comparison that is not equal")
         return self
 
     @property
@@ -81,6 +89,7 @@ class Accuracy(Record):
     name: what was measured, beginning with ``subject.``; subject, value: operator and its output or gradient. max_abs, max_rel: largest
     error, absolute and relative to a nonzero reference. worst_excess: largest of error − (atol + rtol·|reference|); positive fails.
     reference_bf16_error: error that rounding the reference to bf16 makes by itself. problem: what made the measurement void.
+    digest: of the measured value (``rlk.evidence.bytes.digest``), "" where there is a problem.
     """
 
     name: str
@@ -96,6 +105,7 @@ class Accuracy(Record):
     worst_excess: Finite = 0.0
     reference_bf16_error: Finite = 0.0
     problem: str = ""
+    digest: Digest = ""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Accuracy:
@@ -239,7 +249,7 @@ class Verdict(Record):
 class Report(Record):
     """``report.json``: the verdict and all it rests on."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
     run_id: str
     command: str
     started_at: str
@@ -253,3 +263,12 @@ class Report(Record):
     matrix: tuple[MatrixRow, ...]
     records: tuple[CellRecord, ...]
     waivers: tuple[Waiver, ...] = ()
+
+    @model_validator(mode="after")
+    def _has_digests(self) -> Report:
+        for record in self.records if self.schema_version > 1 else ():
+            undigested = [c.name for c in record.comparisons if c.equal and not c.digest]
+            undigested += [a.name for a in record.accuracies if a.passed and not a.digest]
+            if undigested:
+                raise ValueError(f"{record.cell_id}: {undigested[0]} has no digest")
+        return self
