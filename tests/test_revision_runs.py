@@ -17,7 +17,8 @@ import rlk
 import rlk.acceptance.gate  # loaded before pytester takes its snapshot of sys.modules: torch cannot be imported twice
 import rlk.acceptance.revision_runs
 from rlk.acceptance.revision import RevisionRefused
-from rlk.acceptance.revision_runs import Checkout, check_out, require_own_imports, require_own_run, resolve
+from rlk.acceptance.revision_runs import Checkout, check_out, require_own_imports, require_own_run, resolve, run_suite
+from rlk.evidence.rundir import RunDirectory
 
 pytest_plugins = ["pytester"]
 
@@ -116,6 +117,23 @@ def test_another_rlk_on_the_path_is_caught_and_kept_off_it(
 def test_the_plugin_judges_no_checkout_with_another_rlk(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rlk, "__path__", [str(ROOT / "rlk")])
     assert f"rlk is imported from {ROOT / 'rlk'}, not from this checkout" in refused(project)
+
+
+def test_a_session_that_does_not_start_is_refused_and_one_that_is_killed_has_no_run(project: pytest.Pytester, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    checkout, target = (
+        Checkout("baseline", git(project.path, "rev-parse", "HEAD"), project.path, env),
+        RunDirectory.create(tmp_path / "out"),
+    )
+    with pytest.raises(
+        RevisionRefused, match=r"the baseline cannot be run so: acceptance: rlk is imported from .*, not from this checkout"
+    ):
+        run_suite(checkout, ["acceptance"], target)
+    shutil.rmtree(project.path / "rlk")
+    cells = project.path / "acceptance" / "test_cells.py"
+    cells.write_text(cells.read_text().replace("    evidence.compare_tokens(", "    os.kill(os.getpid(), 9)\n    evidence.compare_tokens("))
+    assert run_suite(checkout, ["acceptance"], RunDirectory.create(tmp_path / "killed")) is None
+    assert (tmp_path / "killed" / "baseline.log").is_file()
 
 
 def copied_sources(target: Path) -> None:

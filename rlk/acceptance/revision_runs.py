@@ -70,7 +70,7 @@ def compare_revisions(
             require_own_imports(checkout)
         runs = []
         for checkout in checkouts:
-            run = _run(checkout, forwarded, target)
+            run = run_suite(checkout, forwarded, target)
             if run is None:
                 print(f"FAIL  the {checkout.role} reached no report: read {target.path / f'{checkout.role}.log'}", flush=True)
                 return 1
@@ -147,8 +147,11 @@ def require_own_run(checkout: Checkout, run: Path) -> None:
             raise RevisionRefused(f"the {checkout.role}'s run imported {name} from {path or 'nowhere known'}, not from its own checkout")
 
 
-def _run(checkout: Checkout, forwarded: Sequence[str], target: RunDirectory) -> Path | None:
-    """One session of a revision; seals and returns its run directory, None if it ended without a report."""
+def run_suite(checkout: Checkout, forwarded: Sequence[str], target: RunDirectory) -> Path | None:
+    """One session of a revision; seals and returns its run directory, None if it ended without a report.
+
+    Raises RevisionRefused where no session started, for a run that is not this revision's, and for one that cannot be sealed.
+    """
     log, artifacts = target.path / f"{checkout.role}.log", target.path / checkout.role
     print(f"{checkout.role} {checkout.sha[:12]}: runs, its output goes to {log}", flush=True)
     command = [sys.executable, "-m", "pytest", *forwarded, "--artifacts", str(artifacts)]
