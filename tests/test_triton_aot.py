@@ -125,6 +125,7 @@ def test_every_shape_has_a_tile(platform: str) -> None:
                 assert tile.depth % 16 == 0
                 assert whole or leaves > 1
                 assert not whole or leaves <= MOST_LEAVES
+                assert not whole or leaves == 1 or depth % tile.depth == 0
     for describable in (True, False):
         assert token_tile(platform, describable).depth % 16 == 0
 

@@ -65,14 +65,16 @@ _LEAST_DEPTH = 64
 def product_tile(platform: str, rows: int, columns: int, depth: int, leaves: int) -> tuple[Tile, bool]:
     """Tile of x·wᵀ or dy·w of [rows, columns] with ``leaves`` leaves of ``depth``, and whether a program joins all leaves in registers.
 
-    Otherwise separate programs compute the leaves, which keeps the card busy when there are few rows.
+    Otherwise separate programs compute the leaves: that keeps the card busy when there are few rows, and leaves that end within a tile
+    would take more registers than there are (on an H200 three to four times as long).
     """
     table = _TABLES[platform, leaves > 1]
     tile = next(tile for most, wide, tile in table if (most is None or rows <= most) and (wide is None or columns <= wide))
     fitting = tile.depth
     while fitting > _LEAST_DEPTH and depth % fitting:
         fitting //= 2
-    return replace(tile, depth=fitting), leaves <= MOST_LEAVES and (leaves == 1 or rows > IN_REGISTERS)
+    joined = leaves == 1 or (rows > IN_REGISTERS and depth % _LEAST_DEPTH == 0)
+    return replace(tile, depth=fitting), leaves <= MOST_LEAVES and joined
 
 
 def token_tile(platform: str, describable: bool) -> Tile:
