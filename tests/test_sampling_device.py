@@ -103,6 +103,7 @@ def test_a_step_equals_the_rows_one_by_one(mixed: list[SamplingParams]) -> None:
         if params.truncates:
             kept = log.ids((i, 1))
             assert list(kept) == retained_ids(logits[i], params)
+            assert [log.listed()[i, step] for step in range(3)] == [list(kept)] * 3
             again = logp(
                 logits[i : i + 1], drawn.ids[i : i + 1], torch.tensor([params.scoring_temperature]), vocab_size=VOCAB, padded_vocab=PADDED,
                 support=torch.from_numpy(log.bits((i, 2))[None]),
@@ -111,8 +112,10 @@ def test_a_step_equals_the_rows_one_by_one(mixed: list[SamplingParams]) -> None:
         else:
             with pytest.raises(KeyError):
                 log.ids((i, 1))
+    assert set(log.listed()) == {(i, step) for i, params in enumerate(mixed) if params.truncates for step in range(3)}
     sampler.check()
     log.clear()
+    assert log.listed() == {}
     with pytest.raises(KeyError):
         log.bits((2, 1))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from rlk.kernels.sampling import Rows, fixed_point, sample
 FIELDS = 5
 COPIES = 4
 """Steps whose parameters may be on their way to the card at once."""
+_LISTED = 256
+"""Rows whose retained ids are listed together."""
 
 
 class Reached:
@@ -186,4 +189,30 @@ class SupportLog:
 
     def ids(self, tag: Hashable) -> tuple[int, ...]:
         """Retained ids of one row, ascending; waits for it."""
-        return tuple(np.flatnonzero(np.unpackbits(self.bits(tag), bitorder="little")[: self._vocab]).tolist())
+        return tuple(self._listed(self.bits(tag)[None])[0])
+
+    def listed(self) -> dict[Hashable, list[int]]:
+        """Retained ids of every tag, ascending; waits for all of them."""
+        tags = list(self.tags())
+        self._arrived.wait()
+        found: dict[Hashable, list[int]] = {}
+        for first in range(0, len(tags), _LISTED):
+            held = tags[first : first + _LISTED]
+            places = np.array([self._places[tag] for tag in held])
+            rows = np.empty((len(held), self._width), dtype=np.uint8)
+            for block in np.unique(places // self._block_rows):
+                here = places // self._block_rows == block
+                rows[here] = self._blocks[block].numpy()[places[here] % self._block_rows]
+            found.update(zip(held, self._listed(rows), strict=True))
+        return found
+
+    def _listed(self, rows: NDArray[np.uint8]) -> list[list[int]]:
+        """Ids of the bits of each row, ascending. Most words of a row are empty: bits are looked for in the others alone."""
+        words = rows.view(np.uint64)
+        row, word = np.nonzero(words)
+        at, bit = np.nonzero(np.unpackbits(words[row, word].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"))
+        ids = word[at] * 64 + bit
+        real = ids < self._vocab
+        ends = np.searchsorted(row[at][real], np.arange(len(rows) + 1)).tolist()
+        flat: list[int] = ids[real].tolist()
+        return [flat[start:end] for start, end in pairwise(ends)]

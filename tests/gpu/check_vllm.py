@@ -39,12 +39,14 @@ def requests(count: int, length: int = 4, tokens: int = TOKENS, start: int = 0, 
     made = []
     for i in range(start, start + count):
         given = {"seed": i, **({"temperature": 0.7, "top_p": 0.9, "top_k": 50} if i % 2 else {}), **sampling}
-        prompt = tuple((7 * k + 1013 * i + k * k) % 151936 for k in range(length))
+        prompt = tuple((7 * k + 1013 * i + k * k) % QWEN3_8B_UPDATED.vocab_size for k in range(length))
         made.append(Request(i, prompt, SamplingParams(max_tokens=tokens, **given)))
     return made
 
 
 def plain(response: Response) -> tuple[Any, ...]:
+    if not response.token_ids:
+        raise RuntimeError(f"sample {response.sample_id} has no tokens: {response.finish_reason}")
     return response.token_ids, struct.pack(f"{len(response.logprobs)}f", *response.logprobs), response.support
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -48,10 +48,11 @@ class DeviceStrictSampler(StrictSampler):
         self._sampler.check()
 
     def retained(self) -> list[list[Any]]:
+        listed = cast(Mapping[tuple[int, int], list[int]], self._log.listed())
         counts: dict[int, int] = {}
-        for sample, position in cast(Collection[tuple[int, int]], self._log.tags()):
+        for sample, position in listed:
             counts[sample] = max(counts.get(sample, 0), position + 1)
-        return [[sample, [list(self._log.ids((sample, at))) for at in range(count)]] for sample, count in counts.items()]
+        return [[sample, [listed[sample, at] for at in range(count)]] for sample, count in counts.items()]
 
     def draw(self, logits: torch.Tensor, unfinished: NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
         requests = self.runner.input_batch.req_ids
