@@ -1,10 +1,9 @@
 """On one card or more: runs the cells of the cuda platform in sessions side by side, judges them together and writes what is kept:
 
-    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain depth integration ablation]
+    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain integration ablation]
 
-Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. The whole
-depth of the chain wants 110 GB: with two cards it has the second one, beside operators that end before it needs all; with one it runs after
-the others.
+Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. The chain
+at full depth wants 110 GB, so it has the second card to itself once the operators have ended; with one card it runs after the others.
 
 Leaves in $OUT the joined run directory ``cuda``, ``ws1_h200.json``, ``ws2_h200.json``, ``engines_h200.json`` and each session's log, and
 exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its ``rlk-manifest.json``, on a
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +30,9 @@ import torch
 from summarize_cells import summarize
 
 from acceptance.engines import synthetic_checkpoint
-from rlk.acceptance.matrix import CHAIN_WORKLOAD, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
+from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, UPDATED_MODEL, enumerate_cells
 from rlk.acceptance.validate import merge
+from rlk.acceptance.ws2 import TOPOLOGIES, subject
 from rlk.evidence.schema import Report
 from rlk.kernels._native.build import cache_root
 
@@ -70,27 +71,33 @@ class Session:
         print(f"{self.name}: exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def sessions(cards: int, shards: int) -> list[list[Session]]:
-    """All sessions, in groups that run one after another."""
-    first, last = "0", str(min(cards, 2) - 1)
-    depth = Session("depth", "engines", last, _chain(CHAIN_WORKLOAD["cuda"], SNAPSHOT_WORKLOAD), "--cell … (chain at full depth)")
+def sessions(cards: Sequence[str], shards: int) -> list[list[Session]]:
+    """All sessions, in groups that run one after another. cards: their numbers, of which two are used."""
+    first, last = cards[0], cards[:2][-1]
+    chain = _scoped("chain", "engines", last, "--scope", "chain")
     others = [
         *(_scoped(f"ws1_{i}", "ws1", last, "--scope", "ws1", "--shard", f"{i}/{shards}") for i in range(1, shards + 1)),
-        _scoped("ws2", "ws2", first, "--scope", "ws2"),
-        Session("chain", "engines", first, _chain(WORKLOAD["cuda"]), "--cell … (chain at two layers)"),
+        *(Session(name, "ws2", last if "rollout" in name else first, cells, f"--cell … ({name})") for name, cells in _topologies()),
         _scoped("ablation", "engines", first, "--scope", "ablation"),
         _scoped("integration", "engines", first, "--scope", "integration", "--scope", "control"),
     ]
-    return [[depth, *others]] if cards > 1 else [others, [depth]]
+    return [[chain, *others]] if first != last else [others, [chain]]
 
 
 def _scoped(name: str, summary: str, card: str, *arguments: str) -> Session:
     return Session(name, summary, card, arguments, " ".join(arguments))
 
 
-def _chain(*workloads: str) -> tuple[str, ...]:
-    chosen = [cell for cell in enumerate_cells("cuda") if cell.required and cell.scope == "chain" and cell.workload in workloads]
-    return tuple(word for cell in chosen for word in ("--cell", cell.cell_id))
+def _topologies() -> list[tuple[str, tuple[str, ...]]]:
+    """The ws2 scope in three: the rollout side, and two halves of the training topologies, with what goes on from their weights."""
+    trained, parts = [subject(*pair) for pair in TOPOLOGIES], dict[str, list[str]]()
+    for cell in enumerate_cells("cuda"):
+        if cell.required and cell.scope == "ws2":
+            name = cell.subject.removeprefix("train-").partition("-")[0]
+            half = trained.index(name) % 2 if name in trained else 0
+            part = "ws2_rollout" if cell.subject.startswith("rollout") else f"ws2_{half + 1}"
+            parts.setdefault(part, []).extend(("--cell", cell.cell_id))
+    return [(name, tuple(words)) for name, words in parts.items()]
 
 
 def main() -> None:
@@ -100,9 +107,12 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=8)
     asked = parser.parse_args()
     out, folder, deadline = Path(os.environ.get("OUT", ".")), Path(tempfile.mkdtemp()), time.monotonic() + asked.seconds
+    cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card] or [
+        str(card) for card in range(torch.cuda.device_count())
+    ]
     groups = [
         [session for session in group if not asked.names or session.name.partition("_")[0] in asked.names]
-        for group in sessions(torch.cuda.device_count(), asked.shards)
+        for group in sessions(cards, asked.shards)
     ]
     synthetic_checkpoint(Path.cwd(), UPDATED_MODEL["cuda"])  # several sessions read it
     for group in groups:
