@@ -1,9 +1,10 @@
 """On one card or more: runs the cells of the cuda platform in sessions side by side, judges them together and writes what is kept:
 
-    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain integration ablation]
+    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain depth integration ablation]
 
 Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. The chain
-at full depth wants 110 GB, so it has the second card to itself once the operators have ended; with one card it runs after the others.
+of the whole model wants 110 GB in the end, so it has the second card, whose other sessions are short; one card takes the sessions in groups,
+one after another.
 
 Leaves in $OUT the joined run directory ``cuda``, ``ws1_h200.json``, ``ws2_h200.json``, ``engines_h200.json`` and each session's log, and
 exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its ``rlk-manifest.json``, on a
@@ -30,7 +31,8 @@ import torch
 from summarize_cells import summarize
 
 from acceptance.engines import synthetic_checkpoint
-from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, UPDATED_MODEL, enumerate_cells
+from rlk.acceptance.cell import Cell
+from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
 from rlk.acceptance.validate import merge
 from rlk.acceptance.ws2 import TOPOLOGIES, subject
 from rlk.evidence.schema import Report
@@ -74,30 +76,35 @@ class Session:
 def sessions(cards: Sequence[str], shards: int) -> list[list[Session]]:
     """All sessions, in groups that run one after another. cards: their numbers, of which two are used."""
     first, last = cards[0], cards[:2][-1]
-    chain = _scoped("chain", "engines", last, "--scope", "chain")
-    others = [
-        *(_scoped(f"ws1_{i}", "ws1", last, "--scope", "ws1", "--shard", f"{i}/{shards}") for i in range(1, shards + 1)),
-        *(Session(name, "ws2", last if "rollout" in name else first, cells, f"--cell … ({name})") for name, cells in _topologies()),
-        _scoped("ablation", "engines", first, "--scope", "ablation"),
-        _scoped("integration", "engines", first, "--scope", "integration", "--scope", "control"),
-    ]
-    return [[chain, *others]] if first != last else [others, [chain]]
+    engines = [_part("chain", "engines", last), *(_part(name, "engines", first) for name in ("ablation", "integration"))]
+    operators = [_shard(i, shards, last) for i in range(1, shards + 1)]
+    topologies = [_part("ws2_rollout", "ws2", last), *(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1"))]
+    depth = [_part("depth", "engines", last)]
+    if first == last:  # what fits one card at once
+        return [[*engines, *operators], topologies, depth]
+    return [[*depth, *engines, *operators, *topologies]]
 
 
-def _scoped(name: str, summary: str, card: str, *arguments: str) -> Session:
-    return Session(name, summary, card, arguments, " ".join(arguments))
+def _shard(number: int, shards: int, card: str) -> Session:
+    arguments = ("--scope", "ws1", "--shard", f"{number}/{shards}")
+    return Session(f"ws1_{number}", "ws1", card, arguments, " ".join(arguments))
 
 
-def _topologies() -> list[tuple[str, tuple[str, ...]]]:
-    """The ws2 scope in three: the rollout side, and two halves of the training topologies, with what goes on from their weights."""
-    trained, parts = [subject(*pair) for pair in TOPOLOGIES], dict[str, list[str]]()
-    for cell in enumerate_cells("cuda"):
-        if cell.required and cell.scope == "ws2":
-            name = cell.subject.removeprefix("train-").partition("-")[0]
-            half = trained.index(name) % 2 if name in trained else 0
-            part = "ws2_rollout" if cell.subject.startswith("rollout") else f"ws2_{half + 1}"
-            parts.setdefault(part, []).extend(("--cell", cell.cell_id))
-    return [(name, tuple(words)) for name, words in parts.items()]
+def _part(name: str, summary: str, card: str) -> Session:
+    cells = [cell.cell_id for cell in enumerate_cells("cuda") if cell.required and part_of(cell) == name]
+    return Session(name, summary, card, tuple(word for cell_id in cells for word in ("--cell", cell_id)), f"--cell … ({name})")
+
+
+def part_of(cell: Cell) -> str:
+    """The session that runs a cell. Training topologies are in two halves, with what goes on from their weights."""
+    if cell.scope == "chain":
+        return "chain" if cell.workload == WORKLOAD["cuda"] else "depth"
+    if cell.scope == "ws2" and cell.subject.startswith("rollout"):
+        return "ws2_rollout"
+    if cell.scope == "ws2":
+        trained, name = [subject(*pair) for pair in TOPOLOGIES], cell.subject.removeprefix("train-").partition("-")[0]
+        return f"ws2_{trained.index(name) % 2 if name in trained else 0}"
+    return "integration" if cell.scope == "control" else cell.scope
 
 
 def main() -> None:
@@ -107,12 +114,10 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=8)
     asked = parser.parse_args()
     out, folder, deadline = Path(os.environ.get("OUT", ".")), Path(tempfile.mkdtemp()), time.monotonic() + asked.seconds
-    cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card] or [
-        str(card) for card in range(torch.cuda.device_count())
-    ]
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     groups = [
         [session for session in group if not asked.names or session.name.partition("_")[0] in asked.names]
-        for group in sessions(cards, asked.shards)
+        for group in sessions(cards.split(","), asked.shards)
     ]
     synthetic_checkpoint(Path.cwd(), UPDATED_MODEL["cuda"])  # several sessions read it
     for group in groups:
