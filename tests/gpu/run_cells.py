@@ -3,8 +3,8 @@
     OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain depth integration ablation]
 
 Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. The chain
-of the whole model wants 110 GB in the end, so it has the second card, whose other sessions are short; one card takes the sessions in groups,
-one after another.
+of the whole model wants 110 GB in the end, so it has the second card, whose other sessions are short; one card takes the sessions in
+three groups, one after another.
 
 Leaves in $OUT the joined run directory ``cuda``, ``ws1_h200.json``, ``ws2_h200.json``, ``engines_h200.json`` and each session's log, and
 exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its ``rlk-manifest.json``, on a
