@@ -78,7 +78,7 @@ def sessions(cards: Sequence[str], shards: int) -> list[list[Session]]:
     first, last = cards[0], cards[:2][-1]
     engines = [_part("chain", "engines", last), *(_part(name, "engines", first) for name in ("ablation", "integration"))]
     operators = [_shard(i, shards, last) for i in range(1, shards + 1)]
-    topologies = [_part("ws2_rollout", "ws2", last), *(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1"))]
+    topologies = [_part(name, "ws2", first) for name in ("ws2_0", "ws2_1")]
     depth = [_part("depth", "engines", last)]
     if first == last:  # what fits one card at once
         return [[*engines, *operators], topologies, depth]
@@ -96,14 +96,13 @@ def _part(name: str, summary: str, card: str) -> Session:
 
 
 def part_of(cell: Cell) -> str:
-    """The session that runs a cell. Training topologies are in two halves, with what goes on from their weights."""
+    """The session that runs a cell. Topologies are in two halves, each with what goes on from its training topologies."""
     if cell.scope == "chain":
         return "chain" if cell.workload == WORKLOAD["cuda"] else "depth"
-    if cell.scope == "ws2" and cell.subject.startswith("rollout"):
-        return "ws2_rollout"
     if cell.scope == "ws2":
-        trained, name = [subject(*pair) for pair in TOPOLOGIES], cell.subject.removeprefix("train-").partition("-")[0]
-        return f"ws2_{trained.index(name) % 2 if name in trained else 0}"
+        names = [subject(*pair) for pair in TOPOLOGIES]
+        name = cell.subject.removeprefix("train-").removeprefix("rollout-").partition("-")[0]
+        return f"ws2_{names.index(name) % 2 if name in names else 0}"
     return "integration" if cell.scope == "control" else cell.scope
 
 
