@@ -52,7 +52,15 @@ def test_speed_is_shown_only_beside_equal_bytes() -> None:
         assert {"vllm", "rlk strict"} <= set(speeds)
 
 
-@pytest.mark.parametrize("name", ["engines_h200.json", "e2e_h200.json"])
+def test_a_training_step_is_timed_beside_equal_gradients() -> None:
+    result = read("training_h200.json")
+    assert result["differ"] == 0
+    assert result["where"]["dirty"] is False
+    assert {len(steps) for steps in result["times_ms"].values()} == {5}
+    assert set(result["times_ms"]) == set(result["peak_allocated"]) == set(result["profile"])
+
+
+@pytest.mark.parametrize("name", ["engines_h200.json", "e2e_h200.json", "training_h200.json"])
 def test_results_name_no_place_of_the_machine(name: str) -> None:
     text = (RESULTS / name).read_text()
     assert not re.search(r'"/(tmp|root|home|dev|work)\b', text)
