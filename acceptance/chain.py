@@ -4,6 +4,7 @@ also other layouts of the same samples, and gradients."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,8 @@ def on_cpu(cluster: Cluster, checkpoint: CheckpointFacts, scratch: Path) -> Chai
 
 
 def on_card(cluster: Cluster, checkpoint: CheckpointFacts, vocabulary: int, scratch: Path, *, alone: bool = False) -> Chain:
-    """A large model: vLLM of the cluster, then the trainer in a process of its own. alone: no other engine may be on the card meanwhile,
-    and vLLM makes room for the trainer."""
+    """A large model: vLLM of the cluster, then the trainer in a process of its own, which loads its weights before. alone: no other engine
+    may be on the card, and vLLM makes room for the trainer."""
     generator = torch.Generator().manual_seed(SEED)
     shapes = [*((WS1.prompt, n - WS1.prompt) for n in WS1.lengths), (LONG_PROMPT, LONG_TOKENS)]
     requests = [
@@ -112,29 +113,31 @@ def on_card(cluster: Cluster, checkpoint: CheckpointFacts, vocabulary: int, scra
     ]
     positions = [kept_positions(n + tokens) for n, tokens in shapes]
     order = [*WS1.permutation, len(shapes) - 1][::-1]
+    common = {"checkpoint": str(checkpoint.path), "numerics": asdict(cluster.numerics)}
     if alone:
         cluster.stop()
-    rollout = cluster.rollout("strict")
-    try:
-        _, served = rollout.call("open", checkpoint.path, 2 * LONG_PROMPT)
-        responses, passes = _generated(rollout, requests, positions[-1], scratch)
-        for name, batches in (("batch_of_one", [[r] for r in requests]), ("permuted", [[requests[at] for at in order]])):
-            passes[name] = {}
-            for at, batch in enumerate(batches):
-                file = scratch / f"{name}-{at}.safetensors"
-                rollout.call("trace", batch, file, positions[-1])
-                passes[name].update(load_file(file))
-        engines = {"rollout": rollout.call("readback")}
-    finally:
-        if alone:
-            cluster.stop()
-    job = {
-        "checkpoint": str(checkpoint.path), "device": cluster.device, "numerics": asdict(cluster.numerics),
-        "positions": positions, "permutation": order,
-        "requests": [asdict(r) for r in requests], "responses": [asdict(r) for r in responses],
-        "learner": len(WS1.lengths) - 1, "out": str(scratch / "train.safetensors"),
-    }  # fmt: skip
-    with Pool(1) as pool:
+    with Pool(1) as pool, ThreadPoolExecutor(1) as beside:
+        loaded = beside.submit(pool.run, 1, WORKER, "load", common, timeout=600)
+        rollout = cluster.rollout("strict")
+        try:
+            _, served = rollout.call("open", checkpoint.path, 2 * LONG_PROMPT)
+            responses, passes = _generated(rollout, requests, positions[-1], scratch)
+            for name, batches in (("batch_of_one", [[r] for r in requests]), ("permuted", [[requests[at] for at in order]])):
+                passes[name] = {}
+                for at, batch in enumerate(batches):
+                    file = scratch / f"{name}-{at}.safetensors"
+                    rollout.call("trace", batch, file, positions[-1])
+                    passes[name].update(load_file(file))
+            engines = {"rollout": rollout.call("readback")}
+        finally:
+            if alone:
+                cluster.stop()
+        job = {
+            **common, "device": cluster.device, "positions": positions, "permutation": order,
+            "requests": [asdict(r) for r in requests], "responses": [asdict(r) for r in responses],
+            "learner": len(WS1.lengths) - 1, "out": str(scratch / "train.safetensors"),
+        }  # fmt: skip
+        require(loaded.result())
         (found,) = require(pool.run(1, WORKER, "chain", job, timeout=600))
     if found["model_hash"] != served:
         raise RuntimeError(f"the trainer holds {found['model_hash']}, the rollout served {served}")

@@ -5,6 +5,7 @@ Whole traces and gradients of a large model are compared where they lie; what th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rlk.contract.update import GrpoParams
 from rlk.evidence.bytes import compare
 from rlk.evidence.schema import Comparison
 from rlk.kernels import dispatch
+from rlk.model.config import Qwen3Config
 from rlk.model.layout import Unpacked, pack_weights
 from rlk.model.trace import Trace
 from rlk.model.weights import load_checkpoint, model_hash
@@ -29,6 +31,17 @@ from rlk.train.strict import StrictModel
 
 Rows = dict[str, torch.Tensor]
 """Kept rows of every intermediate by name, samples in id order, positions ascending."""
+
+
+@functools.cache
+def _packed(checkpoint: str, numerics: Numerics) -> tuple[Qwen3Config, Rows]:
+    source = load_checkpoint(Path(checkpoint))
+    return source.config, pack_weights(source.tensors, source.config, numerics)
+
+
+def load(rank: int, job: dict[str, Any]) -> None:
+    """Bring the job's weights into memory, before a :func:`chain` that wants them."""
+    _packed(job["checkpoint"], Numerics(**job["numerics"]))
 
 
 def chain(rank: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -42,9 +55,8 @@ def chain(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     device, numerics = process.require_device(job["device"]), Numerics(**job["numerics"])
     parallel = process.start(rank, 0, Topology(numerics=numerics), device=device)
     dispatch.reset_readback()
-    source = load_checkpoint(Path(job["checkpoint"]))
-    packed = pack_weights(source.tensors, source.config, numerics)
-    model = StrictModel(source.config, numerics, packed, parallel, device)
+    config, packed = _packed(job["checkpoint"], numerics)
+    model = StrictModel(config, numerics, packed, parallel, device)
     samples = pair([Request.from_plain(r) for r in job["requests"]], [Response.from_plain(r) for r in job["responses"]])
     pass_ = _Passes(model, samples, job["positions"], device)
     together = pass_.traced([range(len(samples))])
@@ -58,12 +70,12 @@ def chain(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     weights = {name: parameter.detach() for name, parameter in model.parameters.items()}
     return {
         "judgments": {name: [c.model_dump(mode="json") for c in found] for name, found in judgments.items()},
-        "model_hash": model_hash(Unpacked(weights, source.config, numerics)),
+        "model_hash": model_hash(Unpacked(weights, config, numerics)),
         "engine": {
             "engine": "megatron-core",
             "mode": "strict",
             **readback.process(device),
-            "numerics": numerics.record(source.config.vocab_size, dispatch.declared(device)),
+            "numerics": numerics.record(config.vocab_size, dispatch.declared(device)),
             "modules": readback.modules(model.module),
             "gradient_scales": readback.gradient_scales(model.module.config),
             "kernels": readback.kernels(),

@@ -39,6 +39,7 @@ def answer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
         "requests": [asdict(r) for r in requests], "responses": [asdict(r) for r in responses],
     }  # fmt: skip
     with Pool(1) as pool:
+        require(pool.run(1, chain.WORKER, "load", job, timeout=300))
         (found,) = require(pool.run(1, chain.WORKER, "chain", job, timeout=300))
     return found, load_file(out)
 
