@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import torch
 
+from rlk.kernels.checked import check_once
 from rlk.kernels.det_gemm import det_gemm, det_gemm_input_part
 from rlk.kernels.embedding import embedding
+from rlk.kernels.embedding.cpu import check_ids
 from rlk.kernels.lm_head import lm_head, lm_head_input_part
 from rlk.parallel.collectives import Group
 
@@ -48,25 +50,17 @@ def row(x: torch.Tensor, w: torch.Tensor, shards: int, tp: Group) -> torch.Tenso
 
 
 def vocabulary_embedding(ids: torch.Tensor, w: torch.Tensor, vocab_size: int, tp: Group) -> torch.Tensor:
-    """Rows of the ids [T], each sent by the rank that holds it: bytes are moved, never added to zeros, which would lose a −0.
+    """Rows of the ids [T], each taken from the rank that holds it: bytes are moved, never added to zeros, which would lose a −0.
 
     w: [rows of this rank, H]. Raises IndexError on every rank for an id outside [0, vocab_size).
     """
     if tp.size == 1:
         return embedding(ids, w, vocab_size)
-    for at in ((ids < 0) | (ids >= vocab_size)).nonzero()[:1, 0].tolist():
-        raise IndexError(
-            f"embedding: id {int(ids[at])} at position {at} is outside 0…{vocab_size - 1}: drop masked tokens before the lookup"
-        )
+    check_once(ids, ("embedding", vocab_size), lambda: check_ids(ids, vocab_size))
     each = w.shape[0]
-    places = [(ids // each == rank).nonzero()[:, 0] for rank in range(tp.size)]
-    mine = embedding(ids[places[tp.rank]] - tp.rank * each, w, each)
-    sent = mine.new_zeros(max(len(place) for place in places), w.shape[1])
-    sent[: len(mine)] = mine
-    (rows,) = tp.all_gather_many([sent])
-    result = mine.new_empty(len(ids), w.shape[1])
-    for place, held in zip(places, rows):
-        result[place] = held[: len(place)]
+    mine = embedding((ids - tp.rank * each).clamp(0, each - 1), w, each)
+    (rows,) = tp.all_gather_many([mine])
+    result: torch.Tensor = rows[ids // each, torch.arange(len(ids), device=ids.device)]
     return result
 
 
