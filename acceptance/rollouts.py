@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from acceptance.once import Once
-from acceptance.topologies import Topologies, digests, order, shard_hashes
+from acceptance.topologies import Topologies, digests, order, place, shard_hashes
 from rlk.acceptance.collector import Evidence
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
@@ -99,7 +99,7 @@ class Rollouts:
 
     def _run(self, tp: int, cp: int, function: str, held: list[Request], job: dict[str, Any]) -> list[Outcome]:
         port = free_port() if tp * cp > 1 else 0
-        common = {**self.topologies.job, "tp": tp, "cp": cp, "port": port, "checkpoint": str(self.checkpoint)}
+        common = {**place(self.topologies.job, tp * cp), "tp": tp, "cp": cp, "port": port, "checkpoint": str(self.checkpoint)}
         common["requests"] = [asdict(request) for request in held]
         return self.topologies.pool.run(tp * cp, WORKER, function, {**common, **job}, timeout=300)
 
@@ -148,6 +148,7 @@ def hand_in(evidence: Evidence, run: Generation, scored: Scored, topology: dict[
         "topology": topology,
         "ranks": [{name: found[name] for name in places} for found in run.readbacks],
         "partition": [found["counters"] for found in run.readbacks],
+        "communication": [found["communication"] for found in run.readbacks],
         "reduction_order": {axis: order(count) for axis, count in (("tp", run.tp), ("cp", 1))},
         "traffic_per_update": [
             {"calls": sum(row["calls"] for row in rank), "bytes_sent": sum(row["bytes_sent"] for row in rank), "rows": rank}

@@ -38,8 +38,13 @@ JOB: dict[Platform, dict[str, Any]] = {
     "cuda": {"device": "cuda", "transport": "shm", "timeout": 120.0, "lr": 1e-5},
     "rocm": {"device": "cuda", "transport": "shm", "timeout": 120.0, "lr": 1e-5},
 }
-"""All ranks share one card. The first run of a topology compiles kernels, on some ranks sooner than on others. lr: at 1e-3 one update moves
-the logprobs of the wide model by hundreds, and the exponential in the KL estimate overflows."""
+"""Of ranks that share a device, see :func:`place`. The first run of a topology compiles kernels, on some ranks sooner than on others. lr:
+at 1e-3 one update moves the logprobs of the wide model by hundreds, and the exponential in the KL estimate overflows."""
+
+
+def place(job: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """``job`` for a run of so many ranks: each on a card of its own over NCCL where the machine has that many, else all on the first."""
+    return {**job, "transport": "nccl"} if job["device"] == "cuda" and 1 < ranks <= torch.cuda.device_count() else job
 
 
 def synthetic_checkpoint(path: Path, shape: ModelShape) -> Path:
@@ -109,7 +114,7 @@ class Topologies:
         return Run(tp, cp, answers, directory, exchange.directory.name if exchange else name)
 
     def _outcomes(self, tp: int, cp: int, directory: Path, job: dict[str, Any]) -> list[Outcome]:
-        common = {**self.job, "tp": tp, "cp": cp, "checkpoint": str(self.checkpoint), "out": str(directory)}
+        common = {**place(self.job, tp * cp), "tp": tp, "cp": cp, "checkpoint": str(self.checkpoint), "out": str(directory)}
         port = free_port() if tp * cp > 1 else 0
         return self.pool.run(tp * cp, WORKER, "update", {**common, "port": port, **job}, timeout=300)
 
@@ -178,6 +183,7 @@ def hand_in(evidence: Evidence, run: Run, layout: str, config: Qwen3Config) -> N
         "topology": {"tp": run.tp, "cp": run.cp},
         "ranks": [answer["parallel"] for answer in ranks],
         "partition": [answer["partition"] for answer in ranks],
+        "communication": [answer["communication"] for answer in ranks],
         "reduction_order": {axis: order(count) for axis, count in (("tp", run.tp), ("cp", run.cp))},
         "traffic_per_update": [
             {"calls": sum(row["calls"] for row in rank), "bytes_sent": sum(row["bytes_sent"] for row in rank), "rows": rank}

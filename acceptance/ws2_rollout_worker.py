@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from acceptance.ws2_worker import release
+from acceptance.ws2_worker import device, release
 from rlk.contract.records import Request, Response
 from rlk.contract.topology import Topology
 from rlk.kernels import dispatch
@@ -26,12 +26,16 @@ from rlk.rollout.paged.engine import PagedEngine
 def generate(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     """Responses of one call and the engine's read-back."""
     _begin()
+    place = torch.device(device(rank, job))
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
     parallel = enter(rank, Topology(tp=job["tp"], cp=job["cp"]), job["port"], job["timeout"], job["transport"])
     try:
         with _planted(job.get("fault")):
-            engine = PagedEngine(Path(job["checkpoint"]), parallel, device=torch.device(job["device"]), stop_token_ids=())
+            engine = PagedEngine(Path(job["checkpoint"]), parallel, device=place, stop_token_ids=())
             answers = engine.generate([Request.from_plain(row) for row in job["requests"]])
-            return {"answers": [asdict(answer) for answer in answers], "readback": engine.readback()}
+            communication = {"transport": parallel.link.transport, "device": str(place)}
+            return {"answers": [asdict(answer) for answer in answers], "readback": {**engine.readback(), "communication": communication}}
     finally:
         leave(parallel.link)
         engine = None
@@ -49,7 +53,7 @@ def score(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     try:
         trainer = MegatronTrainer(
             Path(job["checkpoint"]), tp=job["tp"], cp=job["cp"], rank=rank, port=job["port"], timeout=job["timeout"], micro_batch_size=3,
-            device=job["device"], transport=job["transport"],
+            device=device(rank, job), transport=job["transport"],
         )  # fmt: skip
         loaded = trainer.load(Path(job["weights"]), 1)
         scores = trainer.score(held)

@@ -75,7 +75,7 @@ def update(rank: int, job: dict[str, Any]) -> dict[str, Any]:
 def _trainer(rank: int, job: dict[str, Any], layout: str) -> MegatronTrainer:
     return MegatronTrainer(
         Path(job["checkpoint"]), tp=job["tp"], cp=job["cp"], rank=rank, port=job["port"], timeout=job["timeout"],
-        micro_batch_size=LAYOUTS[layout][0], grpo=GrpoParams(kl_coef=0.05), device=job["device"], transport=job["transport"],
+        micro_batch_size=LAYOUTS[layout][0], grpo=GrpoParams(kl_coef=0.05), device=device(rank, job), transport=job["transport"],
     )  # fmt: skip
 
 
@@ -118,6 +118,7 @@ def _train(rank: int, job: dict[str, Any], layout: str) -> dict[str, Any]:
         "scores": trainer.score(held),
         "kernels": found["kernels"],
         "parallel": found["parallel"],
+        "communication": {"transport": trainer.parallel.link.transport, "device": found["device"]},
         "gradient_scales": found["gradient_scales"],
         "partition": _partition(trainer, held, layout),
     }
@@ -145,6 +146,11 @@ def _tensors(trainer: MegatronTrainer) -> tuple[dict[str, torch.Tensor], dict[st
         return found, shards.whole(found, place.tp)
     parts = fingerprints(found, len(place.shards))
     return parts, whole_fingerprints(parts, place.tp)
+
+
+def device(rank: int, job: dict[str, Any]) -> str:
+    """Of a rank: over NCCL each has a card of its own, else all share the first."""
+    return "cpu" if job["device"] == "cpu" else f"cuda:{rank if job['transport'] == 'nccl' else 0}"
 
 
 def release(device: str) -> None:

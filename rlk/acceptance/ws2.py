@@ -33,8 +33,8 @@ OPERATORS = (
 )  # fmt: skip
 """What every rank must report to have run."""
 FACTS = (
-    "topology", "ranks", "partition", "reduction_order", "traffic_per_update", "layer_bytes", "engine_collectives", "gradient_scales",
-    "tokens_compared", "model_hashes",
+    "topology", "ranks", "partition", "communication", "reduction_order", "traffic_per_update", "layer_bytes", "engine_collectives",
+    "gradient_scales", "tokens_compared", "model_hashes",
 )  # fmt: skip
 
 STATE = ("parameter", "master", "m", "v")

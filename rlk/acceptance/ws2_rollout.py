@@ -19,7 +19,8 @@ _SHARED = ("embedding", "rms_norm", "qk_norm", "rope", "det_gemm", "swiglu", "lm
 STRICT = (*(("rollout", op) for op in (*_SHARED, "attention.paged")), *(("train", op) for op in (*_SHARED, "attention")))
 """What every rank must report to have run."""
 FACTS = (
-    "topology", "ranks", "partition", "reduction_order", "traffic_per_update", "tokens_compared", "model_hashes", "empty_shards",
+    "topology", "ranks", "partition", "communication", "reduction_order", "traffic_per_update", "tokens_compared", "model_hashes",
+    "empty_shards",
 )  # fmt: skip
 
 
