@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 Platform = Literal["cpu", "cuda", "rocm"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "rocm")
+
+
+def own_card_first(worker: int) -> None:
+    """Give each of several test processes another first card, which cells of one card run on; those of several see all.
+
+    Before this process has used a card: the order is read once.
+    """
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = list(map(str, range(torch.cuda.device_count()))) if named is None else named.split(",")
+    first = worker % max(1, len(cards))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[first:] + cards[:first])
 
 
 def why_not_here(platform: Platform) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import rlk
-from rlk.acceptance.platforms import PLATFORMS, Platform, why_not_here
+from rlk.acceptance.platforms import PLATFORMS, Platform, own_card_first, why_not_here
 
 if TYPE_CHECKING:
     from rlk.acceptance.cell import Cell
@@ -62,6 +62,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         platform = next((p for p in PLATFORMS if p == asked), None)
         if platform is None:
             raise ValueError(f"-m {asked!r} names no platform: use exactly one of {', '.join(PLATFORMS)}")
+        if platform == "cuda" and hasattr(config, "workerinput"):
+            own_card_first(int(config.workerinput["workerid"].removeprefix("gw")))
         if refusal := why_not_here(platform) or _weakened(config):
             raise ValueError(refusal)
         if config.option.baseline or config.option.candidate:
