@@ -1,22 +1,25 @@
-"""Runs every part of ``small_shapes.py`` under a tool of compute-sanitizer, all at once:
+"""Runs every part of ``small_shapes.py`` under memory checks:
 
-    OUT=. PYTHONPATH=. python tests/gpu/check_memory.py memcheck [part ...]
-    OUT=. PYTHONPATH=. python tests/gpu/check_memory.py racecheck [part ...]
+    OUT=. PYTHONPATH=. python tests/gpu/check_memory.py [--checks end,start,memcheck,racecheck] [part ...]
 
-A first run without the tool compiles the kernels. Writes $OUT/<tool>.json and the logs of parts that are not clean beside it, and exits 1
-if there is one. A part is clean if the tool counts no error and the part reached its end. A kernel that reads past its operand, and one
-that races, must be seen.
+memcheck, racecheck: the tools of compute-sanitizer. end, start: memory that ends, or starts, where no page is mapped (``guard_pages.py``),
+which holds for code that a tool cannot follow. Parts share processes, and are repeated one by one where a process is not clean. Writes
+$OUT/memory.json as results come, and the logs of what is not clean, and exits 1 if a part is not. A part is clean if the check counts no
+error and the part reached its end. Planted faults must be seen.
+
+Of a kernel with specialised warps racecheck reports the words by which the compiler hands its warps their work and their arguments,
+although a barrier of the whole block (``barrier.sync 1`` in its PTX) stands between writing and reading. Those are counted as "dispatch".
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +27,43 @@ from report import environment
 from small_shapes import PARTS
 
 HERE = Path(__file__).parent
-CONTROLS = {"memcheck": "past the end", "racecheck": "race"}
+KERNELS = HERE.parents[1] / "kernels"
+CONTROLS = {
+    "end": ("past the end", "one past the end"),
+    "start": ("before the start",),
+    "memcheck": ("past the end",),
+    "racecheck": ("race",),
+}
+"""What each check must see, of ``faulty_kernels.py``; the first checks compile what the tools then find compiled."""
 LIMIT_S = 240
+GROUPS, MOST_AT_ONCE = 9, 16
+"""Processes of a check, and of all checks at a time."""
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+_PLACE = re.compile(r" in (\w+\.py):(\d+)")
 
 
-def check(tool: str, part: str) -> dict[str, Any]:
-    """One part under one tool: errors that it counts, whether the part ended, and the first lines of what it says."""
-    script = HERE / ("faulty_kernels.py" if part in CONTROLS.values() else "small_shapes.py")
-    settings = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
-    command = ["compute-sanitizer", "--tool", tool, sys.executable, str(script), part]
+def check(name: str, *parts: str) -> dict[str, Any]:
+    """Parts in one process under one check: errors that it counts, whether all parts ended, and the first lines of what it says."""
+    pages, planted = name in ("end", "start"), parts[0] in CONTROLS[name]
+    script = HERE / ("guard_pages.py" if pages else "faulty_kernels.py" if planted else "small_shapes.py")
+    tool = [] if pages else ["compute-sanitizer", "--tool", name]
+    settings = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if name == "memcheck" else {}
+    command = [*tool, sys.executable, str(script), *([name] if pages else []), *parts]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **settings})
-        text = done.stdout + done.stderr
+        text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as late:
         text = f"no end within {LIMIT_S} s\n" + "".join(x.decode() if isinstance(x, bytes) else x or "" for x in (late.stdout, late.stderr))
+        code = 1
     counted = _SUMMARY.search(text)
-    said = [
-        line.removeprefix("=========").strip()
-        for line in text.splitlines()
-        if line.startswith("=========") and (" at " in line or "rror" in line or "nvalid" in line)
-    ]
-    found = {"errors": int(counted[1]) if counted else None, "ended": f"{part} ran" in text, "said": said[:6]}
+    dispatch = sum(map(_is_dispatch, text.split("Error: Race reported")[1:]))
+    errors = (int(counted[1]) - dispatch if counted else None) if tool else int(code != 0)
+    said = [line.removeprefix("=========").strip() for line in text.splitlines() if re.search(r"^=+.* at |rror|nvalid|azard", line)]
+    ended = set(parts) <= {line.removesuffix(" ran") for line in text.splitlines()}
+    found = {"errors": errors, "dispatch": dispatch, "ended": ended, "said": said[:6] if errors != 0 else []}
     if not clean(found):
-        (Path(os.environ.get("OUT", ".")) / f"{tool}_{part.replace(' ', '_')}.log").write_text(text[:20000])
+        file = f"{name}_{'_'.join(parts)[:60].replace(' ', '_').replace(',', '')}.log"
+        (Path(os.environ.get("OUT", ".")) / file).write_text(text[:20000])
     return found
 
 
@@ -55,23 +71,43 @@ def clean(found: dict[str, Any]) -> bool:
     return found["errors"] == 0 and bool(found["ended"])
 
 
+def check_each(name: str, *parts: str) -> dict[str, dict[str, Any]]:
+    """Parts together, or one by one if there is anything to tell apart."""
+    found = check(name, *parts)
+    together = len(parts) == 1 or (clean(found) and not found["dispatch"])
+    return {part: found if together else check(name, part) for part in parts}
+
+
+def _is_dispatch(hazard: str) -> bool:
+    """Whether both sides of a hazard are at a kernel's name or at its ``warp_specialize``, where no access is written."""
+    lines = [
+        source.read_text().splitlines()[int(line) - 1] for file, line in _PLACE.findall(hazard) for source in KERNELS.glob(f"*/{file}")
+    ]
+    return bool(lines) and all(line.startswith("def ") or line.strip() == "gl.warp_specialize(" for line in lines)
+
+
 def main() -> None:
-    tool, *parts = sys.argv[1:]
-    parts = parts or list(PARTS)
-    alone = [[sys.executable, str(HERE / "small_shapes.py"), part] for part in parts]
-    found: dict[str, dict[str, Any]] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(partial(subprocess.run, check=True, stdout=subprocess.DEVNULL), alone))
-        asked = {pool.submit(check, tool, part): part for part in (*parts, CONTROLS[tool])}
-        for done in as_completed(asked):
-            part, result = asked[done], done.result()
-            found[part] = result
-            said = "clean" if clean(result) else f"{result['errors']} errors, ended: {result['ended']}, {result['said'][:1]}"
-            print(f"{tool} {part}: {said}", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="part")
+    parser.add_argument("--checks", default=",".join(CONTROLS))
+    asked = parser.parse_args()
     version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
-    failed = sorted(part for part, result in found.items() if clean(result) == (part == CONTROLS[tool]))
-    facts = {**environment(), "sanitizer": version, "tool": tool, "failed": failed, "parts": {part: found[part] for part in sorted(found)}}
-    (Path(os.environ.get("OUT", ".")) / f"{tool}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    where, failed = environment(), list[str]()
+    found: dict[str, dict[str, Any]] = {name: {} for name in asked.checks.split(",")}
+    groups = [group for i in range(GROUPS) if (group := asked.parts[i::GROUPS])]
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_AT_ONCE)) as pool:
+        tasks = [(name, group) for name in found for group in (*groups, *([part] for part in CONTROLS[name]))]
+        running = {pool.submit(check_each, name, *group): name for name, group in tasks}
+        for done in as_completed(running):
+            name = running[done]
+            found[name] |= done.result()
+            for part, result in done.result().items():
+                print(f"{name} {part}: {'clean' if clean(result) else result}"[:200], flush=True)
+            failed = sorted(
+                f"{name}: {part}" for name, held in found.items() for part, r in held.items() if clean(r) == (part in CONTROLS[name])
+            )
+            facts = {**where, "sanitizer": version, "failed": failed, "checks": found}
+            (Path(os.environ.get("OUT", ".")) / "memory.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
     sys.exit(1 if failed else 0)
 
 

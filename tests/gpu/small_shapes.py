@@ -9,17 +9,21 @@ in registers and for parked ones.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from check_sm90 import TABLES
 
 from rlk.contract.numerics import DEFAULT
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.topology import token_leaves
 from rlk.kernels.attention import attention, paged_attention
+from rlk.kernels.attention.vendor_library import BLOCK
+from rlk.kernels.attention.vendor_rows import place_rows
 from rlk.kernels.batch_invariant_logp import batch_invariant_logp_weight_grad, batch_invariant_logp_with_lse
-from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad
+from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad, sm90, sm90_plans
 from rlk.kernels.embedding import embedding, embedding_weight_grad
 from rlk.kernels.lm_head import lm_head
 from rlk.kernels.logp import logp_with_lse
@@ -27,6 +31,7 @@ from rlk.kernels.pack import pack, unpack
 from rlk.kernels.qk_norm import qk_norm, qk_norm_gamma_grad
 from rlk.kernels.rms_norm import rms_norm, rms_norm_gamma_grad
 from rlk.kernels.rope import rope
+from rlk.kernels.serving import add_rms_norm, rotate_into_cache, store_kv
 from rlk.kernels.silu import silu
 from rlk.kernels.swiglu import swiglu
 from rlk.rollout.sampling_device import DeviceSampler
@@ -47,6 +52,14 @@ def leaves(lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, torch.Tens
 def products(splits: int, rows: int) -> None:
     for depth, columns in ((512, 136), (72, 40)):
         det_gemm(make(rows, depth), make(columns, depth).detach(), splits=splits, grad_splits=splits).sum().backward()
+
+
+def hopper_products(table: Sequence[tuple[object, object, sm90_plans.Plan | None]], leaves: int, across: bool) -> None:
+    """Every plan of one table of the Hopper products, at tiles that end inside a cluster's."""
+    for plan in dict.fromkeys(plan for *_, plan in table if plan):
+        for dtype in (torch.bfloat16, torch.float32):
+            x, w, out = make(300, 512), make(512, 520) if across else make(520, 512), torch.empty(300, 520, dtype=dtype, device="cuda")
+            sm90.contract("det_gemm", x.detach(), w.detach(), across, leaves, out, plan)
 
 
 def token_product(columns: int) -> None:
@@ -77,6 +90,22 @@ def rows() -> None:
     pack(unpack(make(TOKENS, 33), mask), mask).sum().backward()
 
 
+def serve() -> None:
+    heads, group, dim, page = 2, 4, 128, 16
+    cache, slots = make(3, heads, page, 2 * dim).detach(), torch.tensor([3, -1, 47, 0, 48], device="cuda")
+    qkv, gamma = make(len(slots), heads * (group + 2) * dim).detach(), make(dim).detach()
+    table = torch.randn(2, 40, dim // 2, device="cuda")
+    rotate_into_cache(qkv, gamma, gamma, 1e-6, torch.tensor([0, 39, 40, 7, 8], device="cuda"), table, cache, slots)
+    store_kv(make(len(slots), heads, dim).detach(), make(len(slots), heads, dim).detach(), cache, slots)
+    add_rms_norm(make(TOKENS, 96).detach(), make(TOKENS, 96).detach(), make(96).detach(), 1e-6)
+
+
+def place() -> None:
+    """Two sequences, of 5 and of one row more than a block."""
+    places = torch.tensor([[0, 5, 0], [5, BLOCK + 1, 1]], device="cuda")
+    place_rows(make(BLOCK + 6, 2, 40).detach(), make(BLOCK + 6, 2, 40).detach(), places, 3)
+
+
 def attend(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int, tile: int, split: int) -> None:
     """Training with its gradients, then over pages: each sequence's last row alone (decoding), then all rows that fit (prefill)."""
     order, offsets = {"scale": dim**-0.5, "kv_tile": tile, "kv_split": split}, torch.tensor([0, *lengths], device="cuda").cumsum(0)
@@ -94,7 +123,7 @@ def attend(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int, tile: 
 def score(tokens: int, vocab: int, padded: int, hidden: int, supported: bool) -> None:
     h, w = make(tokens, hidden), make(padded, hidden).detach()
     ids, temperature = torch.randint(0, vocab, (tokens,), device="cuda"), torch.rand(tokens, device="cuda") + 0.5
-    seed, sizes = torch.randn(tokens, device="cuda"), {"vocab_size": vocab, "padded_vocab": padded}
+    seed = torch.randn(tokens, device="cuda")
     support = active = None
     if supported:
         support = torch.rand(tokens, padded, device="cuda") < 0.2
@@ -102,8 +131,8 @@ def score(tokens: int, vocab: int, padded: int, hidden: int, supported: bool) ->
         support[torch.arange(tokens, device="cuda"), ids] = True
         active = torch.arange(tokens, device="cuda") % 3 != 1
     logits = torch.randn(tokens, padded, device="cuda").requires_grad_()
-    logp_with_lse(logits, ids, temperature, **sizes, support=support, active=active)[0].backward(seed)
-    out, lse = batch_invariant_logp_with_lse(h, w, ids, temperature, **sizes, support=support, active=active)
+    logp_with_lse(logits, ids, temperature, vocab_size=vocab, padded_vocab=padded, support=support, active=active)[0].backward(seed)
+    out, lse = batch_invariant_logp_with_lse(h, w, ids, temperature, vocab_size=vocab, padded_vocab=padded, support=support, active=active)
     out.backward(seed)
     batch_invariant_logp_weight_grad(
         h.detach(), w, ids, temperature, lse, seed, *leaves((tokens,)), vocab_size=vocab, support=support, active=active
@@ -111,10 +140,12 @@ def score(tokens: int, vocab: int, padded: int, hidden: int, supported: bool) ->
 
 
 def draw(vocab: int, padded: int) -> None:
-    kinds = ({}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.9, "top_k": 200, "temperature": 0.7})
+    kinds: tuple[dict[str, Any], ...] = (
+        {}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.9, "top_k": 200, "temperature": 0.7},
+    )  # fmt: skip
     sampler = DeviceSampler(len(kinds), vocab, padded, DEFAULT, torch.device("cuda"))
     logits = torch.randn(len(kinds), vocab, device="cuda")
-    sampler.sample(logits, sampler.stage([SamplingParams(**kind) for kind in kinds], range(len(kinds))))  # type: ignore[arg-type]
+    sampler.sample(logits, sampler.stage([SamplingParams(**kind) for kind in kinds], range(len(kinds))))
     sampler.sample(torch.zeros_like(logits), sampler.stage([SamplingParams(top_p=0.5)] * len(kinds), range(len(kinds))))
     sampler.check()
 
@@ -122,6 +153,7 @@ def draw(vocab: int, padded: int) -> None:
 PARTS: dict[str, Callable[[], None]] = {
     **{f"plain {count}": partial(products, 1, count) for count in (1, 59, 300, 520)},
     **{f"split {count}": partial(products, 8, count) for count in (1, 59, 300, 520)},
+    **{f"Hopper, {name}": partial(hopper_products, *table) for name, table in TABLES.items()},
     "tokens": partial(token_product, 136),
     "tokens, odd columns": partial(token_product, 37),
     "lm_head": lambda: lm_head(make(TOKENS, 96), make(264, 96).detach()).sum().backward(),
@@ -130,6 +162,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "rows": rows,
     "attention, splits": partial(attend, (1, 33, 70), 8, 2, 64, 32, 64),
     "attention, one split": partial(attend, (45, 19), 6, 2, 128, 64, 0),
+    "attention, Hopper": partial(attend, (45, 1, 70), 8, 2, 128, 64, 64),
+    "attention, rows for the vendor": place,
+    "serving": serve,
     "logp": partial(score, 5, 1000, 1024, 64, False),
     "logp, supports": partial(score, 5, 1000, 1024, 64, True),
     "sampling": partial(draw, 301, 1024),
