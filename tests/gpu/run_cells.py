@@ -1,10 +1,10 @@
 """On one card or more: runs the cells of the cuda platform in sessions side by side, judges them together and writes what is kept:
 
-    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain depth integration ablation]
+    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain integration ablation]
 
 Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. The chain
-of the whole model wants 110 GB in the end, so it has the second card, whose other sessions are short; one card takes the sessions in
-three groups, one after another.
+of the whole model takes 130 GB in the end, so it has the second card, beside operators that end long before; one card takes the sessions
+in three groups, one after another.
 
 Leaves in $OUT the joined run directory ``cuda``, ``ws1_h200.json``, ``ws2_h200.json``, ``engines_h200.json`` and each session's log, and
 exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its ``rlk-manifest.json``, on a
@@ -32,7 +32,7 @@ from summarize_cells import summarize
 
 from acceptance.engines import synthetic_checkpoint
 from rlk.acceptance.cell import Cell
-from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
+from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, UPDATED_MODEL, enumerate_cells
 from rlk.acceptance.validate import merge
 from rlk.acceptance.ws2 import TOPOLOGIES, subject
 from rlk.evidence.schema import Report
@@ -76,13 +76,13 @@ class Session:
 def sessions(cards: Sequence[str], shards: int) -> list[list[Session]]:
     """All sessions, in groups that run one after another. cards: their numbers, of which two are used."""
     first, last = cards[0], cards[:2][-1]
-    engines = [_part("chain", "engines", last), *(_part(name, "engines", first) for name in ("ablation", "integration"))]
+    engines = [_part(name, "engines", first) for name in ("ablation", "integration")]
     operators = [_shard(i, shards, last) for i in range(1, shards + 1)]
     topologies = [_part(name, "ws2", first) for name in ("ws2_0", "ws2_1")]
-    depth = [_part("depth", "engines", last)]
+    chain = [_part("chain", "engines", last)]
     if first == last:  # what fits one card at once
-        return [[*engines, *operators], topologies, depth]
-    return [[*depth, *engines, *operators, *topologies]]
+        return [[*engines, *operators], topologies, chain]
+    return [[*chain, *engines, *operators, *topologies]]
 
 
 def _shard(number: int, shards: int, card: str) -> Session:
@@ -97,8 +97,6 @@ def _part(name: str, summary: str, card: str) -> Session:
 
 def part_of(cell: Cell) -> str:
     """The session that runs a cell. Topologies are in two halves, each with what goes on from its training topologies."""
-    if cell.scope == "chain":
-        return "chain" if cell.workload == WORKLOAD["cuda"] else "depth"
     if cell.scope == "ws2":
         names = [subject(*pair) for pair in TOPOLOGIES]
         name = cell.subject.removeprefix("train-").removeprefix("rollout-").partition("-")[0]
