@@ -5,6 +5,7 @@ There is no fallback. A backend that cannot run here raises; the one that ran re
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ _ran: dict[tuple[str, str, str], int] = {}
 def declared(device: torch.device) -> str:
     """The backend that operators run on for tensors of ``device`` unless another is asked for: cpu: "cpu", cuda: "triton"."""
     return "cpu" if device.type == "cpu" else "triton"
+
+
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether ``device`` is a card of sm_90, for which some operators have kernels of their own in the table of "triton"."""
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def select(op: str, table: Backends, backend: str | None, device: torch.device) -> Callable[..., Any]:

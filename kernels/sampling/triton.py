@@ -1,4 +1,5 @@
 """Triton backend of sampling, batched, without a wait of the host. Its sums are of integers: how rows are dealt out to programs is free.
+On Hopper a kernel in CUDA C++ draws instead (``sm90``), whose ids and supports are the same.
 
 An id and its t are one int64, its *rank*: the bits of t in an order of integers above, the id from above below. Ranks of a row are
 distinct, and descending ranks are the rule's order. What a row retains is all ranks from its *cut* on.
@@ -21,6 +22,8 @@ import triton.language as tl
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.launch import processors
 from rlk.kernels._triton.numerics import LOG2_E
+from rlk.kernels.dispatch import hopper
+from rlk.kernels.sampling import sm90
 from rlk.kernels.sampling.cpu import POWER
 
 SOURCE = TritonSource("sampling")
@@ -345,6 +348,10 @@ def sample(
     failed: torch.Tensor, vocab_size: int, padded_vocab: int, by_count: bool, by_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    if hopper(logits.device):
+        return sm90.sample(
+            logits, temperature, top_p, top_k, seed, position, failed, vocab_size, padded_vocab, by_count, by_weight
+        )  # fmt: skip
     rows, stride, truncates = len(logits), logits.stride(0), by_count or by_weight
     blocks, words = triton.cdiv(padded_vocab, BLOCK), padded_vocab // 32
     sizes = {"BLOCK": BLOCK, "BLOCKS": triton.next_power_of_2(blocks)}

@@ -1,0 +1,58 @@
+"""Run by test_sampling_sm90.py: the Hopper sampler's own source, its threads emulated one by one, gives the ids and supports of the rule.
+
+python tests/emulated_sampling.py FOLDER [TEXT OTHER]     (the emulation is built in FOLDER, with OTHER for TEXT in the source)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from interpreted_sampling import both, follow_the_rule, rows
+
+from rlk.kernels.sampling import sm90
+
+HERE = Path(__file__).parent
+THREADS = 2048 // sm90.CLUSTER
+"""Of one block, the fewest that the kernel takes."""
+
+
+def build(folder: Path, text: str = "", other: str = "") -> ctypes.CDLL:
+    source, library = folder / "sampling.cu.h", folder / "sampling.so"
+    original = sm90.SOURCE.files[0].read_text()
+    assert text in original
+    source.write_text(original.replace(text, other) if text else original)
+    for name, header in sm90.headers().items():
+        (folder / name).write_text(header)
+    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{HERE}", f'-DSOURCE="{source}"']
+    given = [f"-D{name}={value}" for name, value in sm90.definitions(THREADS).items()]
+    subprocess.run([os.environ.get("CXX", "g++"), *flags, *given, str(HERE / "emulated_sampling.cpp"), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def main(library: ctypes.CDLL) -> None:
+    def run(logits: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+        step, ids, support = sm90.prepare(THREADS, logits, *arguments)  # type: ignore[arg-type]
+        ids.fill_(-1)
+        if support is not None:
+            support.fill_(-1)
+        library.emulate(ctypes.byref(step), len(logits))
+        return ids, None if support is None else support.view(torch.uint8)
+
+    follow_the_rule(run)
+    generator, wide = torch.Generator().manual_seed(5), 9000  # several groups of ids in each warp, a last one that is cut short
+    for name, logits in {
+        "normal": torch.randn(10, wide, generator=generator),
+        "ties": torch.randint(0, 5, (10, wide), generator=generator).float(),
+        "close": 1e-6 * torch.randn(10, wide, generator=generator) - 2,
+    }.items():
+        both(run, f"{name}, {wide} ids", logits, rows(10), wide, 9024)
+
+
+if __name__ == "__main__":
+    main(build(Path(sys.argv[1]), *sys.argv[2:]))
+    print("the Hopper sampler follows the rule")
