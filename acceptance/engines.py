@@ -16,6 +16,7 @@ from acceptance.once import Once
 from rlk.acceptance.cell import Cell, Platform
 from rlk.acceptance.collector import Evidence
 from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, CROSS_ROLLOUT_TP, CROSS_TRAIN, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD
+from rlk.contract.arms import MIXED_MODES, Mode
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_SNAPSHOT, ModelShape
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.workloads import SAMPLING_ROWS, SamplingRow
@@ -24,14 +25,14 @@ from rlk.evidence.rundir import new_run_id
 from rlk.evidence.updates import Update, facts_of
 from rlk.loop.cluster import Cluster
 from rlk.loop.controller import run_loop
-from rlk.loop.plan import EngineMode, RunPlan, make_plan, resolve_checkpoint
+from rlk.loop.plan import RunPlan, make_plan, resolve_checkpoint
 from rlk.loop.prepare import prepare_tiny
 from rlk.loop.profile import DEFAULT_MODEL, Profile
 from rlk.loop.records import RunSummary, StepResult, logprobs_file
 from rlk.loop.synthetic import prepare_synthetic
 from rlk.model.weights import load_checkpoint
 
-MODES: tuple[EngineMode, ...] = ("native", "strict")
+UNIFORM_MODES: tuple[Mode, ...] = ("native", "strict")
 PROMPTS, GROUP, KL_COEF = 8, 8, 1e-2
 """Of one update in an integration cell: 64 samples."""
 PHASES = ("generate", "score", "update", "publish", "load")
@@ -104,10 +105,10 @@ class Runs:
             shape |= {"tp": CROSS_TRAIN[0], "cp": CROSS_TRAIN[1], "rollout_tp": CROSS_ROLLOUT_TP}
         return self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, **shape)
 
-    def arm(self, train: EngineMode, rollout: EngineMode) -> RunSummary:
-        """One update in which each side is strict or native; sampling does not truncate, since a native engine returns no retained ids."""
-        name = f"arm-{train}-{rollout}"
-        if self.platform != "cpu":
+    def arm(self, train: Mode, rollout: Mode) -> RunSummary:
+        """One update in which each side has its mode; sampling does not truncate, since a native draw returns no retained ids."""
+        name = f"arm-{train}-{rollout}".replace("+", "_")
+        if self.platform != "cpu" and not {train, rollout} & set(MIXED_MODES):
             self.once("engines", self._start_engines)
 
         def make() -> RunSummary:
@@ -117,9 +118,9 @@ class Runs:
         return self.once(name, make)
 
     def _start_engines(self) -> None:
-        """Start the engines of all arms at once, where the host has the cores for it; a run that opens one waits for it."""
+        """Start the strict and the native engines at once, where the host has the cores for it; a run that opens one waits for it."""
         plan = self.plan("engines", SamplingParams(), steps=1)
-        for mode in MODES:
+        for mode in UNIFORM_MODES:
             self.cluster.rollout(mode).start("open", plan.checkpoint.path, plan.context)
             self.cluster.train(mode).start("open", plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
 
@@ -152,10 +153,26 @@ def snapshot_checkpoint(root: Path) -> Path:
     return path
 
 
+def kernels_of(side: str, found: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Kernels of an engine's read-back by side: all under the engine's name, or, of one that reports its routes, each under its route's and
+    what ran outside of them under the engine's. Raises ValueError where a route counts more calls than the engine."""
+    outside = {(ran["op"], ran["backend"], ran["kernel_id"]): ran["calls"] for ran in found["kernels"]}
+    routes = {f"{side}.{route}": what["kernels"] for route, what in (found.get("routes") or {}).items()}
+    for name, kernels in routes.items():
+        for ran in kernels:
+            kernel = ran["op"], ran["backend"], ran["kernel_id"]
+            outside[kernel] = outside.get(kernel, 0) - ran["calls"]
+            if outside[kernel] < 0:
+                raise ValueError(f"{name} counts more calls of {ran['op']} than its engine: run the arm in a new engine")
+    rest = [{"op": op, "backend": backend, "kernel_id": name, "calls": calls} for (op, backend, name), calls in outside.items() if calls]
+    return {**routes, side: rest}
+
+
 def hand_in_engines(evidence: Evidence, engines: Mapping[str, Mapping[str, Any]]) -> None:
     """Kernels and identity of each side, as the engine itself read them back."""
     for side, found in engines.items():
-        evidence.kernels(side, found["kernels"])
+        for name, kernels in kernels_of(side, found).items():
+            evidence.kernels(name, kernels)
         evidence.fact(f"{side}_engine", {name: value for name, value in found.items() if name not in ("kernels", "modules")})
 
 

@@ -15,6 +15,7 @@ from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
 from rlk.acceptance.judge import Findings, judge_cell
 from rlk.acceptance.matrix import WORKLOAD, enumerate_cells
+from rlk.contract.arms import Mode
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.workloads import SAMPLING_ROWS
 from rlk.evidence.bytes import compare
@@ -22,7 +23,6 @@ from rlk.evidence.schema import Status
 from rlk.kernels.registry import declared_kernels
 from rlk.loop.cluster import Cluster, Remote
 from rlk.loop.controller import RunFailed
-from rlk.loop.plan import EngineMode
 from rlk.loop.records import RunSummary, logprobs_file
 
 
@@ -111,14 +111,14 @@ class _StaleCluster(Cluster):
         self._cluster, self._checkpoint, self._lies = cluster, checkpoint, lies
         self.device = cluster.device
 
-    def rollout(self, mode: EngineMode, tp: int = 1) -> Remote:
+    def rollout(self, mode: Mode, tp: int = 1) -> Remote:
         remote = self._cluster.rollout(mode, tp)
         kept = _KeepsOldWeights(remote.side, remote.mode, remote.actors, remote.timeout_s, remote.logs)
         object.__setattr__(kept, "lies", self._lies)
         object.__setattr__(kept, "start_weights", self._checkpoint)
         return kept
 
-    def train(self, mode: EngineMode, tp: int = 1, cp: int = 1) -> Remote:
+    def train(self, mode: Mode, tp: int = 1, cp: int = 1) -> Remote:
         return self._cluster.train(mode, tp, cp)
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from rlk.contract.arithmetic import AFTER_LAYERS, BEFORE_LAYERS, IN_LAYER, Storage
+from rlk.contract.arms import ARMS
 from rlk.contract.judgments import (
     FORWARD_ACCURACY,
     FORWARD_INVARIANCE,
@@ -24,7 +25,6 @@ from rlk.contract.models import QWEN3_8B, TINY, GemmShape
 from rlk.contract.numerics import DEFAULT, ContractError
 from rlk.contract.topology import Topology
 from rlk.contract.workloads import (
-    ARMS,
     ATTENTION_EDGES,
     ATTENTION_LONG,
     ATTENTION_PREFIX,

@@ -17,7 +17,7 @@ from rlk.contract.records import Request
 from rlk.contract.sampling import SamplingParams
 from rlk.model.config import CheckpointError, Qwen3Config
 from rlk.rollout.requests import eos_token_ids, refusal
-from rlk.rollout.vllm.plugin import ARCHITECTURE
+from rlk.rollout.vllm.plugin import ARCHITECTURE, MIXED_ARCHITECTURE
 from rlk.rollout.vllm.settings import (
     LOGPROBS_MODE,
     WORKERS,
@@ -221,12 +221,12 @@ print(json.dumps({
 
 
 @pytest.mark.slow
-def test_the_installed_plugin_only_adds_a_name() -> None:
+def test_the_installed_plugin_only_adds_names() -> None:
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", _PLUGIN_EFFECT], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     effect = json.loads(done.stdout.splitlines()[-1])
     assert effect["entry"] == ["rlk.rollout.vllm.plugin:register"]
-    assert effect["added"] == [ARCHITECTURE]
+    assert effect["added"] == [MIXED_ARCHITECTURE, ARCHITECTURE]
     assert effect["replaced"] == []
     assert set(effect["imported"]) <= {"rlk", "rlk.rollout", "rlk.rollout.vllm", "rlk.rollout.vllm.plugin"}

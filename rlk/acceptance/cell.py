@@ -11,18 +11,20 @@ from rlk.evidence.schema import MatrixRow
 __all__ = ["PLATFORMS", "Cell", "Expect", "Platform", "Scope"]
 
 Scope = Literal["ws1", "ws2", "chain", "integration", "ablation", "control", "performance"]
-Expect = Literal["equal", "different", "caught", "close"]
+Expect = Literal["equal", "different", "reported", "caught", "close"]
 
 
 @dataclass(frozen=True)
 class Cell:
     """One row of the matrix.
 
-    expect: "equal" (zero mismatched bytes), "different" (a native arm must report mismatches), "caught" (a planted fault must be caught),
-    "close" (within the contract's tolerance of the fp32 reference).
+    expect: "equal" (zero mismatched bytes), "different" (a native arm must report mismatches), "reported" (a mixed arm, any number of
+    them), "caught" (a planted fault must be caught), "close" (within the contract's tolerance of the fp32 reference).
     strict: (side, operator) pairs that must have run on this platform's rlk backend, as the worker itself reports.
-    native: sides on which no rlk operator may have run. facts: facts that must be recorded. names: comparisons or accuracies that must be
-    handed in. backend: the one backend that may have run, "" for any of the platform. unsupported: the reason, "" if required.
+    native: sides on which no rlk operator may have run. A side is an engine, "train" or "rollout", or a route of one, "train.ffn"; of an
+    engine that reports its routes, its own name stands for what ran outside of them. facts: facts that must be recorded. names: comparisons
+    or accuracies that must be handed in. backend: the one backend that may have run, "" for any of the platform. unsupported: the reason,
+    "" if required.
     """
 
     platform: Platform

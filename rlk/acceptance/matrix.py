@@ -9,9 +9,10 @@ from rlk.acceptance.ws1 import ws1_cells
 from rlk.acceptance.ws2 import ws2_cells
 from rlk.acceptance.ws2_rollout import ws2_rollout_cells
 from rlk.contract.arithmetic import trace_names
+from rlk.contract.arms import ARMS, MIXED_MODES, ROUTES, Arm, Side, routes_of
 from rlk.contract.judgments import NEGATIVE_CONTROLS
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY, ModelShape
-from rlk.contract.workloads import ARMS, SAMPLING_ROWS
+from rlk.contract.workloads import SAMPLING_ROWS
 
 CHAIN_MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B, "rocm": QWEN3_8B}
 UPDATED_MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B_UPDATED, "rocm": QWEN3_8B_UPDATED}
@@ -49,6 +50,13 @@ LEARNING = tuple(
     )
 )  # fmt: skip
 """What a strict side must report to have run."""
+
+ROUTE_OPERATORS = {
+    "attention": ("rms_norm", "det_gemm", "qk_norm", "rope", "attention"),
+    "ffn": ("rms_norm", "det_gemm", "swiglu"),
+    "logp": ("rms_norm", "lm_head", "logp"),
+}
+"""What a route must report to have run where it is this project's."""
 
 CROSS, CROSS_ROW = "RR_train_tp2cp2_rollout_tp2", "nucleus"
 """Subject of the integration cells whose engines have several ranks each, and their sampling row."""
@@ -127,20 +135,37 @@ def _integration(platform: Platform) -> Iterator[Cell]:
 
 def _ablations(platform: Platform) -> Iterator[Cell]:
     for arm in ARMS:
-        uniform = arm.attention == arm.ffn == arm.logp
-        train, rollout = arm.attention.split("/") if uniform else ("", "")
+        mixed = arm.mode("train") in MIXED_MODES
+        sides = [_mixed(arm, side) if mixed else _uniform(arm, side) for side in ("train", "rollout")]
         yield Cell(
             platform,
             "ablation",
             arm.name,
             WORKLOAD[platform],
             "logprob",
-            expect="equal" if arm.must_be_zero else "different",
-            strict=(*(SCORING if train == "R" else ()), *(ROLLOUT if rollout == "R" else ())),
-            native=(*(("train",) if train == "P" else ()), *(("rollout",) if rollout == "P" else ())),
-            facts=(*ENGINES, "tokens_compared"),
-            unsupported="" if uniform else "no engine here mixes native and rlk operators inside one model",
+            expect="equal" if arm.must_be_zero else "reported" if mixed else "different",
+            strict=tuple(use for strict, _ in sides for use in strict),
+            native=tuple(name for _, native in sides for name in native),
+            facts=(*ENGINES, "tokens_compared", "mismatched_tokens"),
         )
+
+
+Asked = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]
+"""``Cell.strict`` and ``Cell.native`` of one side."""
+
+
+def _uniform(arm: Arm, side: Side) -> Asked:
+    if arm.mode(side) == "native":
+        return (), (side,)
+    return SCORING if side == "train" else ROLLOUT, ()
+
+
+def _mixed(arm: Arm, side: Side) -> Asked:
+    own = routes_of(arm.mode(side))
+    strict = [(f"{side}.{route}", op) for route in own for op in ROUTE_OPERATORS[route]]
+    if side == "rollout":
+        strict = [(name, "attention.paged" if op == "attention" else op) for name, op in strict]
+    return tuple(strict), (side, *(f"{side}.{route}" for route in ROUTES if route not in own))
 
 
 def _controls(platform: Platform) -> Iterator[Cell]:

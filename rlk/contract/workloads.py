@@ -1,11 +1,10 @@
-"""Dimensions of everything that is run: the operator workload, shapes, sampling rows and ablation arms.
+"""Dimensions of everything that is run: the operator workload, shapes and sampling rows.
 
 Operators' ``cells.py`` map these to arguments; tests, acceptance cells and benchmarks read the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlk.contract.sampling import SamplingParams
@@ -121,40 +120,3 @@ EIGHT_RANK_TRAIN = ((1, 8), (2, 4), (4, 2), (8, 1))
 """Training (tp, cp) on eight devices."""
 ROLLOUT_TP = (1, 2, 4, 8)
 """Rollout TP, chosen independently of training."""
-
-ROUTES = ("attention", "ffn", "logp")
-"""The parts of the model that an ablation arm switches one by one."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One ablation arm; each route names its operators as train/rollout, P native and R rlk."""
-
-    name: str
-    attention: str
-    ffn: str
-    logp: str
-
-    @property
-    def must_be_zero(self) -> bool:
-        """Every route is rlk on both sides: one differing byte fails."""
-        return all(route == "R/R" for route in (self.attention, self.ffn, self.logp))
-
-    @property
-    def must_differ(self) -> bool:
-        """Every route is native on both sides: zero differing tokens mean that the detector is broken."""
-        return all(route == "P/P" for route in (self.attention, self.ffn, self.logp))
-
-
-def _arms() -> Iterator[Arm]:
-    for bits in range(8):
-        routes = ["R/R" if bits >> shift & 1 else "P/P" for shift in (2, 1, 0)]
-        yield Arm(f"M{bits:03b}", *routes)
-    yield Arm("mixed_PR", "P/R", "P/R", "P/R")
-    yield Arm("mixed_RP", "R/P", "R/P", "R/P")
-    yield Arm("G00", "P/P", "P/P", "P/P")
-    yield Arm("G01", "R/R", "R/R", "R/R")
-
-
-ARMS = tuple(_arms())
-"""M000 … M111 switch attention, FFN and logp in this order; G00 and G01 are the launcher's native and consistency modes."""

@@ -195,7 +195,7 @@ class MatrixRow(Record):
     subject: str
     workload: str
     judgment: str
-    expect: Literal["equal", "different", "caught", "close"]
+    expect: Literal["equal", "different", "reported", "caught", "close"]
     strict: tuple[tuple[str, str], ...] = ()
     native: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()

@@ -8,8 +8,9 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from rlk.contract.arms import Mode
 from rlk.contract.numerics import Numerics
 from rlk.contract.records import Request, Response
 from rlk.contract.update import AdamParams, GrpoParams
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rlk.train.batch import Sample
     from rlk.train.trainer import MegatronTrainer
 
-Mode = Literal["strict", "native"]
 Identity = tuple[int, str]
 """Weight version and model hash, as the engine itself reads them back."""
 
@@ -77,6 +77,15 @@ class RolloutActor(_Process):
         self._mode, self._device, self._numerics, self._tp = mode, device, numerics, tp
         self._engine: VllmEngine | None = None
         self._kernels_before: dict[tuple[str, ...], int] = {}
+
+    @_plain_errors
+    def turn_to(self, mode: Mode) -> None:
+        """Serve this mode: what runs now is closed if it is another one, and :meth:`open` starts anew."""
+        if mode != self._mode and self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            gc.collect()
+        self._mode = mode
 
     @_plain_errors
     def open(self, checkpoint: Path, context: int) -> Identity:
@@ -145,6 +154,14 @@ class TrainActor(_Process):
         self._samples: list[Sample] = []
         self._scores: list[list[float]] = []
         self._reference: list[list[float]] = []
+
+    @_plain_errors
+    def turn_to(self, mode: Mode) -> None:
+        """Train in this mode: a model of another one is dropped, and :meth:`open` builds anew."""
+        if mode != self._mode:
+            self._trainer = None
+            gc.collect()
+        self._mode = mode
 
     @_plain_errors
     def open(self, checkpoint: Path, micro_batch_size: int, grpo: GrpoParams, adam: AdamParams) -> None:

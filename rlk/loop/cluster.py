@@ -6,22 +6,26 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
+from rlk.contract.arms import MIXED_MODES, Mode, Side
 from rlk.contract.numerics import Numerics
-from rlk.loop.actors import EngineFault, Mode, RolloutActor, TrainActor
+from rlk.loop.actors import EngineFault, RolloutActor, TrainActor
 from rlk.loop.profile import NUMERICS, Device
 from rlk.parallel.pool import free_port
 
 OBJECT_STORE_BYTES = 128 << 20
-GPU_SHARE = 0.25
-"""Of the card, as Ray counts it: two engines in each of two modes fit."""
-Side = Literal["rollout", "train"]
+GPU_SHARE = 0.125
+"""Of the card, as Ray counts it: two engines each that are strict, native and mixed fit."""
+
+
+Place = tuple[Side, str, int, int]
+"""Side, mode or "mixed", TP and CP of an engine."""
 
 
 class ClusterError(RuntimeError):
@@ -105,7 +109,8 @@ class Remote:
 
 
 class Cluster:
-    """Context manager. At most one engine per side, mode and topology; runs that follow each other use the same ones.
+    """Context manager. At most one engine per side, mode and topology; runs that follow each other use the same ones. All mixed modes of a
+    side take turns in one process.
 
     device: what every engine computes on; on "cuda" all of them share the first card, and :meth:`stop` frees what they hold there.
     numerics: None takes those of the device. ray_address: HOST:PORT of a running cluster on this host, which is left running; None starts
@@ -124,7 +129,7 @@ class Cluster:
     ) -> None:
         self.device = device
         self.ray_address, self.port, self.numerics, self.timeout_s = ray_address, port, numerics or NUMERICS[device], timeout_s
-        self._engines: dict[tuple[Side, Mode, int, int], Remote] = {}
+        self._engines: dict[Place, Remote] = {}
 
     def __enter__(self) -> Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -159,20 +164,27 @@ class Cluster:
 
     def rollout(self, mode: Mode, tp: int = 1) -> Remote:
         """The rollout engine of a mode on ``tp`` ranks, all below one process (methods of ``RolloutActor``)."""
-        key: tuple[Side, Mode, int, int] = ("rollout", mode, tp, 1)
+        key: Place = ("rollout", _process(mode), tp, 1)
         if key not in self._engines:
             self._engines[key] = self._start("rollout", mode, RolloutActor, [(mode, self.device, self.numerics, tp)])
-        return self._engines[key]
+        return self._turned(key, mode)
 
     def train(self, mode: Mode, tp: int = 1, cp: int = 1) -> Remote:
         """The trainer of a mode in tp·cp processes (methods of ``TrainActor``)."""
-        key: tuple[Side, Mode, int, int] = ("train", mode, tp, cp)
+        key: Place = ("train", _process(mode), tp, cp)
         if key not in self._engines:
             ranks = tp * cp
             port = self.port if ranks == 1 else self.port or free_port()
             places = [(mode, self.device, self.numerics, port, tp, cp, rank) for rank in range(ranks)]
             self._engines[key] = self._start("train", mode, TrainActor, places)
-        return self._engines[key]
+        return self._turned(key, mode)
+
+    def _turned(self, key: Place, mode: Mode) -> Remote:
+        remote = self._engines[key]
+        if remote.mode != mode:
+            remote.call("turn_to", mode)
+            remote = self._engines[key] = replace(remote, mode=mode)
+        return remote
 
     def stop(self) -> None:
         """End every engine's processes and wait until they are gone; engines that are asked for afterwards start anew."""
@@ -197,6 +209,10 @@ class Cluster:
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(share)}}
         actors = tuple(ray.remote(kind).options(**options).remote(*place) for place in places)
         return Remote(side, mode, actors, self.timeout_s, _log_directory())
+
+
+def _process(mode: Mode) -> str:
+    return "mixed" if mode in MIXED_MODES else mode
 
 
 def _kill(remote: Remote) -> None:

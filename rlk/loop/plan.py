@@ -8,11 +8,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from rlk.contract.arms import Mode
 from rlk.contract.numerics import DEFAULT, Numerics
 from rlk.contract.records import Request
 from rlk.contract.sampling import SamplingParams
@@ -26,7 +27,6 @@ from rlk.loop.tokenizer import TextTokenizer
 from rlk.model.config import Qwen3Config
 from rlk.model.weights import load_checkpoint
 
-EngineMode = Literal["strict", "native"]
 ROLLOUT_TP: dict[Device, tuple[int, ...]] = {"cpu": (1, 2), "cuda": (1,)}
 """Ranks of vLLM in the loop."""
 TRAIN_RANKS: dict[Device, int] = {"cpu": 8, "cuda": 1}
@@ -66,8 +66,8 @@ class RunPlan(BaseModel):
     run_id: str
     directory: Path
     device: Device
-    train_mode: EngineMode
-    rollout_mode: EngineMode
+    train_mode: Mode
+    rollout_mode: Mode
     checkpoint: CheckpointFacts
     context: int
     topology: Topology
@@ -136,7 +136,7 @@ def make_plan(profile: Profile) -> RunPlan:
 
     Raises PlanError, ContractError, CheckpointError or PrepareError, each one line that names the value and the remedy.
     """
-    mode: EngineMode = "strict" if profile.mode == "consistency" else "native"
+    mode: Mode = "strict" if profile.mode == "consistency" else "native"
     topology = _topology(profile, mode)
     sampling = SamplingParams(profile.temperature, profile.top_p, profile.top_k, profile.max_response_len)
     if mode == "native" and sampling.truncates:
@@ -216,7 +216,7 @@ def describe(plan: RunPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _topology(profile: Profile, mode: EngineMode) -> Topology:
+def _topology(profile: Profile, mode: Mode) -> Topology:
     numerics = NUMERICS[profile.device]
     topology = Topology(tp=profile.tp, cp=profile.cp, rollout_tp=profile.rollout_tp, rollout_cp=profile.rollout_cp, numerics=numerics)
     if topology.rollout_cp != 1:

@@ -30,6 +30,7 @@ from rlk.parallel.collectives import ALONE, Group
 
 Unary = Callable[[torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Keep = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class LayerOps:
     post_norm: Unary
     gate_up: Unary
     down_proj: Unary
+
+
+def _untraced(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def split_qkv(packed: torch.Tensor, config: Qwen3Config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,15 +88,25 @@ def decoder_layer(
             trace.put(prefix + name, tensor)
         return tensor
 
-    q, k, v = split_qkv(keep("qkv", ops.qkv(keep("input_norm", ops.input_norm(x)))), config)
+    x = keep("attn_residual", x + self_attention(keep("input_norm", ops.input_norm(x)), ops, positions, table, config, keep))
+    return keep("mlp_residual", x + feed_forward(keep("post_norm", ops.post_norm(x)), ops, config, numerics, keep))
+
+
+def self_attention(
+    x: torch.Tensor, ops: LayerOps, positions: torch.Tensor, table: torch.Tensor, config: Qwen3Config, keep: Keep = _untraced
+) -> torch.Tensor:
+    """Normed rows [T, H] -> what attention adds to the residual, [T, H]; ``keep`` sees every intermediate by name and returns it."""
+    q, k, v = split_qkv(keep("qkv", ops.qkv(x)), config)
     keep("v", v)
     q = keep("q_rope", rope(keep("q_norm", ops.q_norm(q)), positions, table))
     k = keep("k_rope", rope(keep("k_norm", ops.k_norm(k)), positions, table))
-    attended = keep("attention", ops.attend(q, k, v))
-    x = keep("attn_residual", x + keep("o_proj", ops.o_proj(attended)))
-    gate_up = keep("gate_up", ops.gate_up(keep("post_norm", ops.post_norm(x))))
-    activated = keep("swiglu", swiglu(gate_up, held_shards(gate_up, config, numerics)))
-    return keep("mlp_residual", x + keep("down_proj", ops.down_proj(activated)))
+    return keep("o_proj", ops.o_proj(keep("attention", ops.attend(q, k, v))))
+
+
+def feed_forward(x: torch.Tensor, ops: LayerOps, config: Qwen3Config, numerics: Numerics, keep: Keep = _untraced) -> torch.Tensor:
+    """Normed rows [T, H] -> what the MLP adds to the residual, [T, H]; ``keep`` as in :func:`self_attention`."""
+    gate_up = keep("gate_up", ops.gate_up(x))
+    return keep("down_proj", ops.down_proj(keep("swiglu", swiglu(gate_up, held_shards(gate_up, config, numerics)))))
 
 
 def held_shards(gate_up: torch.Tensor, config: Qwen3Config, numerics: Numerics) -> int:

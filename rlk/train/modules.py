@@ -167,6 +167,22 @@ class StrictAttention(MegatronModule):
         ).flatten(1)  # fmt: skip
 
 
+def layer_ops(layer: TransformerLayer, batch: MicroBatch) -> LayerOps:
+    """What a layer's own submodules compute, over the packed rows of ``batch``."""
+    block, mlp = layer.self_attention, layer.mlp
+    return LayerOps(
+        input_norm=layer.input_layernorm,
+        qkv=lambda x: block.linear_qkv(x)[0],
+        q_norm=block.q_layernorm,
+        k_norm=block.k_layernorm,
+        attend=lambda q, k, v: block.core_attention(q, k, v, batch),
+        o_proj=lambda x: block.linear_proj(x)[0],
+        post_norm=layer.pre_mlp_layernorm,
+        gate_up=lambda x: mlp.linear_fc1(x)[0],
+        down_proj=lambda x: mlp.linear_fc2(x)[0],
+    )
+
+
 class StrictLayer(TransformerLayer):
     """Megatron's transformer layer whose forward is the project's one decoder layer, run on this layer's own submodules."""
 
@@ -175,20 +191,9 @@ class StrictLayer(TransformerLayer):
         batch = config.tokens.batch(hidden_states.shape[0])
         if packed_seq_params.cu_seqlens_q is not batch.cu_seqlens:
             raise LayoutError("packed_seq_params belong to another micro-batch than the token layout: build both from one")
-        block, mlp = self.self_attention, self.mlp
-        ops = LayerOps(
-            input_norm=self.input_layernorm,
-            qkv=lambda x: block.linear_qkv(x)[0],
-            q_norm=block.q_layernorm,
-            k_norm=block.k_layernorm,
-            attend=lambda q, k, v: block.core_attention(q, k, v, batch),
-            o_proj=lambda x: block.linear_proj(x)[0],
-            post_norm=self.pre_mlp_layernorm,
-            gate_up=lambda x: mlp.linear_fc1(x)[0],
-            down_proj=lambda x: mlp.linear_fc2(x)[0],
-        )
         x = hidden_states.squeeze(1)
         prefix = f"layers.{self.layer_number - 1}."
+        ops = layer_ops(self, batch)
         y = decoder_layer(x, ops, batch.positions, config.table, config.model, config.numerics, config.tokens.trace, prefix)
         return y.unsqueeze(1), None
 
@@ -198,8 +203,16 @@ class StrictGPT(GPTModel):
 
     def __init__(self, config: StrictConfig, **keywords: Any) -> None:
         super().__init__(config=config, **keywords)
-        shared = {"config": config, "init_method": config.init_method, "tp_group": self.pg_collection.tp}
-        self.embedding.word_embeddings = StrictEmbedding(self.vocab_size, config.hidden_size, **shared)
-        self.output_layer = StrictOutput(
-            config.hidden_size, self.vocab_size, bias=False, skip_bias_add=False, gather_output=not self.parallel_output, **shared
+        self.embedding.word_embeddings = StrictEmbedding(
+            self.vocab_size, config.hidden_size, config=config, init_method=config.init_method, tp_group=self.pg_collection.tp
         )
+        self.output_layer = strict_output(self)
+
+
+def strict_output(model: GPTModel) -> StrictOutput:
+    """The strict output layer of a model, to be put in the place of its own."""
+    config: StrictConfig = model.config
+    return StrictOutput(
+        config.hidden_size, model.vocab_size, bias=False, skip_bias_add=False, gather_output=not model.parallel_output, config=config,
+        init_method=config.init_method, tp_group=model.pg_collection.tp,
+    )  # fmt: skip

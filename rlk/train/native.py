@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlk.contract.numerics import Numerics
@@ -44,16 +45,7 @@ class NativeModel:
         device: torch.device = CPU,
     ) -> None:
         self.config, self.numerics, self.parallel, self.device = config, numerics, parallel, device
-        settings = TransformerConfig(**megatron_settings(config, device=device))
-        self.module = GPTModel(
-            config=settings,
-            transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
-            vocab_size=config.padded_vocab(numerics),
-            max_sequence_length=config.max_position_embeddings,
-            position_embedding_type="rope",
-            rotary_base=config.rope_theta,
-            share_embeddings_and_output_weights=False,
-        )
+        self.module = self._module()
         self.module.to(device).bfloat16()
         if device.type == "cpu":
             self.module.rotary_pos_emb = CpuRotaryEmbedding(
@@ -63,13 +55,33 @@ class NativeModel:
         parameters.load(self.parameters, self.from_packed(packed))
         parameters.prepare_gradients(self.parameters)
 
+    def _module(self) -> GPTModel:
+        settings = TransformerConfig(**megatron_settings(self.config, device=self.device))
+        return self._stock(settings, get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"))
+
+    def _stock(self, settings: TransformerConfig, layer: ModuleSpec) -> GPTModel:
+        return GPTModel(
+            config=settings,
+            transformer_layer_spec=layer,
+            vocab_size=self.config.padded_vocab(self.numerics),
+            max_sequence_length=self.config.max_position_embeddings,
+            position_embedding_type="rope",
+            rotary_base=self.config.rope_theta,
+            share_embeddings_and_output_weights=False,
+        )
+
     def from_packed(self, packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Packed tensors in the layout of the parameters: gate_up rows become [gate | up], as Megatron's MLP splits them."""
-        return {name: self._swap(tensor, self.numerics.canonical_tp, 2) if _gated(name) else tensor for name, tensor in packed.items()}
+        outer = self.numerics.canonical_tp
+        return {name: self._swap(tensor, outer, 2) if self._gated(name) else tensor for name, tensor in packed.items()}
 
     def to_packed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Inverse of :meth:`from_packed`."""
-        return {name: self._swap(tensor, 2, self.numerics.canonical_tp) if _gated(name) else tensor for name, tensor in tensors.items()}
+        inner = self.numerics.canonical_tp
+        return {name: self._swap(tensor, 2, inner) if self._gated(name) else tensor for name, tensor in tensors.items()}
+
+    def _gated(self, name: str) -> bool:
+        return name.endswith(".gate_up")
 
     @staticmethod
     def _swap(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
@@ -92,6 +104,10 @@ class NativeModel:
 
     def _logp(self, sample: Sample) -> torch.Tensor:
         """fp32 logprob of every response token of one sample."""
+        return native_logp(sample, self._logits(sample)[:, : self.config.vocab_size].float())
+
+    def _logits(self, sample: Sample) -> torch.Tensor:
+        """Logits of every token of one sample, [tokens, padded vocabulary]."""
         device = self.device
         ids = torch.tensor([sample.ids], device=device)
         length = ids.shape[1]
@@ -101,16 +117,17 @@ class NativeModel:
             parallel_state.get_global_memory_buffer().buffer["mpu", torch.bfloat16] = scores
         hidden_keys = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
         positions = torch.arange(length, device=device)[None]
-        logits = self.module(ids, positions, hidden_keys)[0, :, : self.config.vocab_size].float()
-        answer = sample.response.token_ids
-        logits = logits[-len(answer) - 1 : -1] / sample.request.sampling.scoring_temperature
-        if sample.response.support is not None:
-            kept = torch.zeros(logits.shape, dtype=torch.bool)
-            for row, ids_kept in enumerate(sample.response.support):
-                kept[row, list(ids_kept)] = True
-            logits = logits.masked_fill(~kept.to(device), float("-inf"))
-        return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
+        logits: torch.Tensor = self.module(ids, positions, hidden_keys)[0]
+        return logits
 
 
-def _gated(name: str) -> bool:
-    return name.endswith(".gate_up")
+def native_logp(sample: Sample, logits: torch.Tensor) -> torch.Tensor:
+    """torch's own logprob of every response token of one sample from the fp32 logits [tokens, vocabulary] of all its tokens."""
+    answer = sample.response.token_ids
+    logits = logits[-len(answer) - 1 : -1] / sample.request.sampling.scoring_temperature
+    if sample.response.support is not None:
+        kept = torch.zeros(logits.shape, dtype=torch.bool)
+        for row, ids_kept in enumerate(sample.response.support):
+            kept[row, list(ids_kept)] = True
+        logits = logits.masked_fill(~kept.to(logits.device), float("-inf"))
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]

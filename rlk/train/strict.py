@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from rlk.contract.arms import ROUTES, Route
 from rlk.contract.numerics import Numerics
 from rlk.contract.settings import require_settings
 from rlk.kernels.rope import rope_table
@@ -24,16 +26,25 @@ from rlk.train.scoring import Scoring, require_ids
 from rlk.train.tokens import Tokens
 
 
-def _block(config: StrictConfig) -> TransformerBlockSubmodules:
+def strict_layer(routes: Sequence[Route] = ROUTES) -> ModuleSpec:
+    """Megatron's local layer with the strict modules in the places of these routes; its forward is its own."""
     layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    layer.module = StrictLayer
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = StrictNorm
-    attention = parts.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = StrictColumn, StrictRow
-    attention.q_layernorm = attention.k_layernorm = StrictHeadNorm
-    attention.core_attention = StrictAttention
-    parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = StrictColumn, StrictRow
+    if "attention" in routes:
+        parts.input_layernorm = StrictNorm
+        attention = parts.self_attention.submodules
+        attention.linear_qkv, attention.linear_proj = StrictColumn, StrictRow
+        attention.q_layernorm = attention.k_layernorm = StrictHeadNorm
+        attention.core_attention = StrictAttention
+    if "ffn" in routes:
+        parts.pre_mlp_layernorm = StrictNorm
+        parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = StrictColumn, StrictRow
+    return layer
+
+
+def _block(config: StrictConfig) -> TransformerBlockSubmodules:
+    layer = strict_layer()
+    layer.module = StrictLayer
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=StrictNorm)
 
 

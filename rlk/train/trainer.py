@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from rlk.contract.arms import MIXED_MODES, Mode, routes_of
 from rlk.contract.numerics import DEFAULT, ContractError, Numerics
 from rlk.contract.topology import Topology
 from rlk.contract.update import MAX_GRAD_NORM, AdamParams, GrpoParams
@@ -25,14 +26,19 @@ from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tens
 from rlk.parallel.rendezvous import Transport
 from rlk.train import parameters, process, readback, state
 from rlk.train.batch import MicroBatch, Sample, micro_batches
+from rlk.train.mixed import MixedModel
 from rlk.train.native import NativeModel
 from rlk.train.objective import BatchLoss, LossSummary, Scores
 from rlk.train.optimizer import Adam
 from rlk.train.strict import StrictModel
 
-Mode = Literal["strict", "native"]
 State = Literal["device", "host"]
-_MODELS: dict[str, type[StrictModel] | type[NativeModel]] = {"strict": StrictModel, "native": NativeModel}
+Model = StrictModel | NativeModel
+_MODELS: dict[Mode, Callable[..., Model]] = {
+    "strict": StrictModel,
+    "native": NativeModel,
+    **{mode: partial(MixedModel, routes=routes_of(mode)) for mode in MIXED_MODES},
+}
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,10 @@ class MegatronTrainer:
     All ranks make the same calls with the same arguments and get the same results: every public method is a collective.
 
     checkpoint: Hugging Face Qwen3 dense, bf16; its weights are also the frozen reference. mode: "strict" computes with this project's
-    operators, "native" with Megatron's and torch's own. micro_batch_size: samples per forward; it changes no score byte, and is the unit
-    in which gradients are folded. port: rendezvous on loopback, 0 for a free one (tp·cp = 1 only). rank counts TP ranks first. timeout:
-    seconds after which a collective that nobody answers ends every rank. Native mode runs in one process.
+    operators, "native" with Megatron's and torch's own, the others (``rlk.contract.arms``) with a mix. micro_batch_size: samples per
+    forward; it changes no score byte, and is the unit in which gradients are folded. port: rendezvous on loopback, 0 for a free one
+    (tp·cp = 1 only). rank counts TP ranks first. timeout: seconds after which a collective that nobody answers ends every rank. Modes but
+    strict run in one process.
     device: "cpu", "cuda" (the process's current card) or "cuda:1"; operators run on the backend of the device. state: where master
     weights, moments and the reference live; "host" keeps them in pinned memory and brings a tensor to the card when it is needed, at equal
     bytes. transport: how ranks exchange bytes, see ``rlk.parallel.rendezvous.Transport``.
@@ -103,8 +110,8 @@ class MegatronTrainer:
         if mode not in _MODELS:
             raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(_MODELS)}")
         topology = Topology(tp=tp, cp=cp, numerics=numerics)
-        if mode == "native" and topology.train_ranks > 1:
-            raise ContractError(f"native mode with TP={tp}, CP={cp}: run the native arm in one process")
+        if mode != "strict" and topology.train_ranks > 1:
+            raise ContractError(f"{mode} mode with TP={tp}, CP={cp}: run the {mode} arm in one process")
         if state not in ("device", "host") or (state == "host" and self.device.type == "cpu"):
             raise ContractError(f"state={state!r} on {device}: use 'device', or 'host' beside a card")
         source = load_checkpoint(checkpoint)
@@ -113,7 +120,7 @@ class MegatronTrainer:
         self.config, self.micro_batch_size, self.version = source.config, micro_batch_size, 0
         packed = pack_weights(source.tensors, source.config, numerics)
         self.parallel.link.agree("checkpoint", source.model_hash)
-        self.model = _MODELS[mode](source.config, numerics, packed, self.parallel, self.device)
+        self.model: Model = _MODELS[mode](source.config, numerics, packed, self.parallel, self.device)
         kept = torch.device("cpu") if state == "host" else self.device
         self._reference = {name: parameter.detach().to(kept, copy=True) for name, parameter in self.model.parameters.items()}
         self._reference_hash = self._model_hash = source.model_hash
@@ -261,6 +268,8 @@ class MegatronTrainer:
         }
         if isinstance(self.model, StrictModel):
             found["rope_table"] = table_hash(self.model.module.config.table)
+        if isinstance(self.model, MixedModel):
+            found |= {"operators": self.model.log.operators(), "routes": self.model.log.readback()}
         return found
 
     def _identity(self) -> dict[str, Any]:

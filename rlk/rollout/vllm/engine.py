@@ -1,4 +1,4 @@
-"""VllmEngine: real vLLM as a rollout engine, strict (the contract's operators) or native (untouched)."""
+"""VllmEngine: real vLLM as a rollout engine, strict (the contract's operators), native (untouched) or mixed by routes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from rlk.contract.arms import MIXED_MODES, Mode, routes_of
 from rlk.contract.numerics import DEFAULT, Numerics
 from rlk.contract.records import Request, Response
 from rlk.model.config import Qwen3Config
@@ -17,7 +18,7 @@ from rlk.rollout.requests import eos_token_ids, refusal, refused_response, requi
 from rlk.rollout.vllm import convert
 from rlk.rollout.vllm.plugin import register
 from rlk.rollout.vllm.settings import EngineRefusal
-from rlk.rollout.vllm.wanted import Device, Mode, Wanted, default_cudagraph_sizes
+from rlk.rollout.vllm.wanted import Device, Wanted, default_cudagraph_sizes
 
 
 class VllmEngine:
@@ -67,7 +68,7 @@ class VllmEngine:
         rpc_timeout: seconds. engine_options: further arguments of ``vllm.LLM``.
         Raises CheckpointError or EngineRefusal, each naming what is wrong.
         """
-        eager = device == "cpu" if enforce_eager is None else enforce_eager
+        eager = device == "cpu" or mode in MIXED_MODES if enforce_eager is None else enforce_eager
         sizes = [] if eager else cudagraph_sizes or default_cudagraph_sizes(min(max_num_seqs, max_num_batched_tokens))
         wanted = Wanted(
             checkpoint=checkpoint,
@@ -85,6 +86,7 @@ class VllmEngine:
         )
         self.mode, self.device, self.numerics, self.max_model_len = mode, device, numerics, max_model_len
         self.config = Qwen3Config.from_json(checkpoint)
+        self._draws_strictly = "logp" in routes_of(mode)
         self._stop = tuple(eos_token_ids(checkpoint) if stop_token_ids is None else stop_token_ids)
         self._rpc_timeout = rpc_timeout
         self._broken: str | None = None
@@ -103,7 +105,7 @@ class VllmEngine:
             raise EngineRefusal(
                 f"device={device!r}, but the vLLM installed here is built for {current_platform.device_type!r}: install vLLM for {device}"
             )
-        if mode == "strict":
+        if mode != "native":
             register()
         self._llm = LLM(**arguments, **(engine_options or {}))
         self._rpc("rlk_start")
@@ -138,7 +140,7 @@ class VllmEngine:
         done = {
             r.sample_id: convert.response(r, output, kept.get(r.sample_id), version) for r, output in zip(accepted, outputs, strict=True)
         }
-        for request in accepted if self.mode == "strict" else ():
+        for request in accepted if self._draws_strictly else ():
             if supports and request.sampling.truncates and done[request.sample_id].support is None:
                 raise EngineRefusal(f"sample {request.sample_id}: truncated sampling returned no retained ids")
         return [
@@ -205,7 +207,7 @@ class VllmEngine:
 
     def _run(self, requests: Sequence[Request]) -> list[Any]:
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        params = [convert.vllm_params(request, self._stop, self.mode == "strict") for request in requests]
+        params = [convert.vllm_params(request, self._stop, self._draws_strictly) for request in requests]
         try:
             return self._llm.generate(prompts, params, use_tqdm=False)
         except BaseException as error:

@@ -18,7 +18,9 @@ from safetensors.torch import save_file
 from rlk.contract.topology import owned
 from rlk.kernels import dispatch
 from rlk.model.config import Qwen3Config
+from rlk.model.routes import RouteLog
 from rlk.model.weights import load_checkpoint, model_hash
+from rlk.rollout.vllm.mixed import MixedQwen3ForCausalLM
 from rlk.rollout.vllm.model import RlkQwen3ForCausalLM
 from rlk.rollout.vllm.sampler import StrictSampler
 from rlk.rollout.vllm.settings import EngineRefusal
@@ -38,6 +40,8 @@ class WorkerExtension:
         self._rlk_version = None
         path = self.vllm_config.model_config.model
         self._rlk_hash = self._rlk_confirm(path, load_checkpoint(Path(path)).model_hash)
+        if log := self._rlk_routes():
+            log.reset()
         self._rlk_before = {(ran.op, ran.backend, ran.kernel_id): ran.calls for ran in dispatch.readback()}
 
     def rlk_answer(self, method: str, *arguments: Any) -> tuple[str, Any]:
@@ -93,7 +97,7 @@ class WorkerExtension:
     def rlk_trace(self, on: bool, positions: list[int] | None = None) -> None:
         """Collect the intermediates of strict mode from now on, at these positions (None: all), or stop and forget them."""
         sampler = self._rlk_sampler()
-        if not sampler:
+        if not sampler or self._rlk_routes():
             raise EngineRefusal("a native engine has no trace: use mode='strict'")
         sampler.recorder.switch(on, positions)
         self._rlk_graphs(not on)
@@ -108,7 +112,7 @@ class WorkerExtension:
         runner, config = self.model_runner, self.vllm_config
         model = runner.get_model()
         layers = [module for module in model.modules() if hasattr(module, "impl")]
-        sampler = self._rlk_sampler()
+        sampler, log = self._rlk_sampler(), self._rlk_routes()
         live = self._rlk_weights_hash()
         cache = layers[0].kv_cache
         found = {
@@ -135,7 +139,7 @@ class WorkerExtension:
             "max_num_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
             "max_num_seqs": int(config.scheduler_config.max_num_seqs),
             "logprobs_mode": str(config.model_config.logprobs_mode),
-            "numerics": model.dense.numerics.as_dict() if isinstance(model, RlkQwen3ForCausalLM) else None,
+            "numerics": model.dense.numerics.as_dict() if hasattr(model, "dense") else None,
             "partial_prefill_rows": sampler.partial_rows if sampler else None,
             "weight_version": self._rlk_version,
             "model_hash": live or self._rlk_hash,
@@ -143,6 +147,8 @@ class WorkerExtension:
             "rank": self._rlk_rank(model) if live else None,
             "model_hash_of": "live parameters" if live else "files handed to vLLM's loader, which may repack and drop them",
             "kernels": self._rlk_kernels(),
+            "operators": log.operators() if log else None,
+            "routes": log.readback() if log else None,
             "subnormals_kept": _subnormals_kept(cache.device),
             "threads": torch.get_num_threads(),
             "pid": os.getpid(),
@@ -169,6 +175,10 @@ class WorkerExtension:
     def _rlk_sampler(self) -> StrictSampler | None:
         sampler = self.model_runner.sampler
         return sampler if isinstance(sampler, StrictSampler) else None
+
+    def _rlk_routes(self) -> RouteLog | None:
+        model = self.model_runner.get_model()
+        return model.log if isinstance(model, MixedQwen3ForCausalLM) else None
 
     def _rlk_rank(self, model: RlkQwen3ForCausalLM) -> dict[str, Any]:
         """This rank's place and what it alone holds: canonical shards, the hash of its own weights, traffic since the start."""

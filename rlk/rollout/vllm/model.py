@@ -12,8 +12,9 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
+from rlk.contract.numerics import Numerics
 from rlk.kernels.checked import trusted
-from rlk.model.config import CheckpointError
+from rlk.model.config import CheckpointError, Qwen3Config
 from rlk.model.qwen3 import Qwen3Dense, Qwen3Layer
 from rlk.model.serving import serve
 from rlk.rollout.vllm.attention import RlkAttentionBackend
@@ -34,23 +35,10 @@ class RlkQwen3ForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config, numerics = require_supported(vllm_config), numerics_of(vllm_config)
-        tp, device = tensor_parallel(numerics), device_of(vllm_config)
+        tp = tensor_parallel(numerics)
         self.dense = Qwen3Dense(config, numerics, max_positions=vllm_config.model_config.max_model_len, tp=tp)
-        self.attention = nn.ModuleList(
-            Attention(
-                config.num_attention_heads // tp.size,
-                config.head_dim,
-                config.attention_scale,
-                num_kv_heads=config.num_key_value_heads // tp.size,
-                cache_config=vllm_config.cache_config,
-                prefix=f"{prefix}layers.{i}.attention",
-                attn_backend=_attention_backend(device),
-                kv_tile=numerics.kv_tile,
-                kv_split=numerics.kv_split,
-                backend=numerics.attention_backend(device),
-            )
-            for i in range(config.num_hidden_layers)
-        )
+        layers = range(config.num_hidden_layers)
+        self.attention = nn.ModuleList(paged_layer(vllm_config, config, numerics, tp.size, f"{prefix}layers.{i}.attention") for i in layers)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Part of vLLM's interface; embeddings are never fed in from outside, so nothing may call it."""
@@ -101,12 +89,32 @@ class RlkQwen3ForCausalLM(nn.Module):
         return attended
 
     def _attend_packed(self, layer: int, qkv: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        weights, dense = cast(Qwen3Layer, self.dense.layers[layer]), self.dense
-        attention = cast(Attention, self.attention[layer])
-        attended: torch.Tensor = attention.impl.attend_packed(
-            attention, qkv, positions, weights.q_norm, weights.k_norm, dense.config.rms_norm_eps, dense.rope_table
-        )
-        return attended
+        return attend_packed(cast(Attention, self.attention[layer]), cast(Qwen3Layer, self.dense.layers[layer]), self.dense, qkv, positions)
+
+
+def paged_layer(vllm_config: VllmConfig, config: Qwen3Config, numerics: Numerics, ranks: int, prefix: str) -> Attention:
+    """One layer's attention over vLLM's paged cache, for one of ``ranks`` that divide the heads."""
+    device = device_of(vllm_config)
+    return Attention(
+        config.num_attention_heads // ranks,
+        config.head_dim,
+        config.attention_scale,
+        num_kv_heads=config.num_key_value_heads // ranks,
+        cache_config=vllm_config.cache_config,
+        prefix=prefix,
+        attn_backend=_attention_backend(device),
+        kv_tile=numerics.kv_tile,
+        kv_split=numerics.kv_split,
+        backend=numerics.attention_backend(device),
+    )
+
+
+def attend_packed(attention: Attention, weights: Qwen3Layer, dense: Qwen3Dense, qkv: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """qkv [T, groups·(g+2)·D] before q/k norm, positions int64 [T] -> attention's output [T, Hq·D]."""
+    attended: torch.Tensor = attention.impl.attend_packed(
+        attention, qkv, positions, weights.q_norm, weights.k_norm, dense.config.rms_norm_eps, dense.rope_table
+    )
+    return attended
 
 
 def _attention_backend(device: str) -> type[RlkAttentionBackend]:

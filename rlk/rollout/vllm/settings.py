@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlk.contract.arms import ROUTES
 from rlk.contract.numerics import CONTRACT_VERSION, ContractError, Numerics
 from rlk.contract.topology import Topology
 from rlk.model.config import Qwen3Config
-from rlk.rollout.vllm.plugin import ARCHITECTURE
+from rlk.rollout.vllm.plugin import ARCHITECTURE, MIXED_ARCHITECTURE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,9 +29,9 @@ class EngineRefusal(RuntimeError):
     """The engine was asked for something that strict mode cannot keep, or runs something else than was asked; names it."""
 
 
-def additional_config(numerics: Numerics) -> dict[str, Any]:
-    """The plain JSON that carries ``numerics`` to wherever vLLM builds the model."""
-    return {KEY: {"numerics": numerics.as_dict()}}
+def additional_config(numerics: Numerics, routes: Sequence[str] = ROUTES) -> dict[str, Any]:
+    """The plain JSON that carries ``numerics`` and the routes that run this project's operators to wherever vLLM builds the model."""
+    return {KEY: {"numerics": numerics.as_dict(), "routes": list(routes)}}
 
 
 def numerics_of(vllm_config: VllmConfig) -> Numerics:
@@ -49,6 +51,16 @@ def numerics_of(vllm_config: VllmConfig) -> Numerics:
         raise EngineRefusal(f"numerics {fields} are not usable: {error}") from error
 
 
+def carried_routes(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """The routes that travelled in ``additional_config``."""
+    return tuple(vllm_config.additional_config[KEY]["routes"])
+
+
+def architecture(routes: Sequence[str]) -> str:
+    """The model that runs these routes with this project's operators."""
+    return ARCHITECTURE if tuple(routes) == ROUTES else MIXED_ARCHITECTURE
+
+
 def device_of(vllm_config: VllmConfig) -> str:
     """ "cpu" or "cuda"."""
     return str(vllm_config.device_config.device_type)
@@ -60,6 +72,7 @@ def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
     tp, ranks = parallel.tensor_parallel_size, parallel.world_size * parallel.data_parallel_size
     device, compilation, chosen = device_of(vllm_config), vllm_config.compilation_config, vllm_config.attention_config.backend
     graphs = getattr(compilation.cudagraph_mode, "name", None) or "NONE"
+    numerics, routes = numerics_of(vllm_config), carried_routes(vllm_config)
     refused = {
         f"device {device}": device not in WORKERS,
         "speculative decoding": vllm_config.speculative_config is not None,
@@ -77,7 +90,8 @@ def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
         f"compilation mode {int(compilation.mode or 0)}": bool(compilation.mode),
         f"CUDA graph mode {graphs}": graphs not in ("NONE", "FULL_DECODE_ONLY"),
         f"logprobs mode {model.logprobs_mode}": model.logprobs_mode != LOGPROBS_MODE,
-        f"architectures {model.architectures}": list(model.architectures or ()) != [ARCHITECTURE],
+        f"architectures {model.architectures}": list(model.architectures or ()) != [architecture(routes)],
+        "CUDA graphs of a mixed model": graphs != "NONE" and routes != ROUTES,
         f"worker class {parallel.worker_cls}": parallel.worker_cls != WORKERS.get(device),
     }
     for name, present in refused.items():
@@ -86,7 +100,6 @@ def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
     config = Qwen3Config.from_json(Path(model.model))
     if model.max_model_len > config.max_position_embeddings:
         raise EngineRefusal(f"max_model_len={model.max_model_len} exceeds the {config.max_position_embeddings} positions of the model")
-    numerics = numerics_of(vllm_config)
     config.require(numerics)
     try:
         Topology(rollout_tp=tp, numerics=numerics)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlk.contract.arms import MIXED_MODES, MODES, ROUTES, Mode, routes_of
 from rlk.contract.numerics import Numerics
-from rlk.rollout.vllm.plugin import ARCHITECTURE, MODEL
-from rlk.rollout.vllm.settings import EXTENSION, LOGPROBS_MODE, WORKERS, EngineRefusal, additional_config
+from rlk.rollout.vllm.plugin import MIXED_MODEL, MODEL
+from rlk.rollout.vllm.settings import EXTENSION, LOGPROBS_MODE, WORKERS, EngineRefusal, additional_config, architecture
 
-Mode = Literal["strict", "native"]
 Device = Literal["cpu", "cuda"]
 
 BLOCK_SIZE = 16
-"""Tokens per KV page in strict mode; native mode keeps vLLM's own choice."""
+"""Tokens per KV page where attention is this project's; native attention keeps vLLM's own choice."""
 
 LARGEST_GRAPH = 512
 """Decode steps of more rows run eagerly."""
@@ -25,6 +25,8 @@ _UNUSED_SHARE = 0.01
 
 _RUNNERS = {"cpu": "vllm.v1.worker.cpu_model_runner.CPUModelRunner", "cuda": "vllm.v1.worker.gpu_model_runner.GPUModelRunner"}
 _SAMPLERS = {"cpu": "rlk.rollout.vllm.sampler.HostSampler", "cuda": "rlk.rollout.vllm.sampler_cuda.DeviceStrictSampler"}
+_NATIVE_SAMPLER = "vllm.v1.sample.sampler.Sampler"
+_ATTENTION = "rlk.rollout.vllm.attention.RlkAttentionImpl"
 _NATIVE_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.worker.gpu_worker.Worker"}
 _NATIVE_ATTENTION = {
     "cpu": "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
@@ -53,15 +55,17 @@ class Wanted:
     tensor_parallel_size: int
 
     def __post_init__(self) -> None:
-        if self.mode not in ("strict", "native"):
-            raise EngineRefusal(f"mode={self.mode!r} is neither 'strict' nor 'native'")
+        if self.mode not in MODES:
+            raise EngineRefusal(f"mode={self.mode!r} is neither 'strict' nor 'native' nor one of {', '.join(MIXED_MODES)}")
         if self.device not in WORKERS:
             raise EngineRefusal(f"device={self.device!r} is neither 'cpu' nor 'cuda': an engine runs where it is told to")
         if self.device == "cpu" and not self.eager:
             raise EngineRefusal("enforce_eager=False on the CPU: vLLM captures graphs on a card only")
-        if self.mode == "native" and self.tensor_parallel_size > 1:
+        if self.mode in MIXED_MODES and not self.eager:
+            raise EngineRefusal(f"enforce_eager=False with mode={self.mode!r}: graphs are captured of strict and native models only")
+        if self.mode != "strict" and self.tensor_parallel_size > 1:
             ranks = self.tensor_parallel_size
-            raise EngineRefusal(f"mode='native' with tensor_parallel_size={ranks}: run the native engine on one rank")
+            raise EngineRefusal(f"mode={self.mode!r} with tensor_parallel_size={ranks}: run the {self.mode} engine on one rank")
 
     def arguments(self) -> dict[str, Any]:
         """Of ``vllm.LLM``."""
@@ -82,15 +86,17 @@ class Wanted:
             asked["gpu_memory_utilization"] = _UNUSED_SHARE
         if self.mode == "native":
             return {**asked, "worker_extension_cls": EXTENSION}
-        if self.device == "cuda":
+        if self.device == "cuda" and self.mode == "strict":
             sizes = {} if self.eager else {"cudagraph_capture_sizes": list(self.cudagraph_sizes)}
             asked |= {"compilation_config": {"mode": 0, "cudagraph_mode": self._graphs(), **sizes}, "async_scheduling": True}
+        routes = routes_of(self.mode)
+        if "attention" in routes:
+            asked["block_size"] = BLOCK_SIZE
         return {
             **asked,
-            "hf_overrides": {"architectures": [ARCHITECTURE]},
+            "hf_overrides": {"architectures": [architecture(routes)]},
             "worker_cls": WORKERS[self.device],
-            "block_size": BLOCK_SIZE,
-            "additional_config": additional_config(self.numerics),
+            "additional_config": additional_config(self.numerics, routes),
         }
 
     def read_back(self, layers: int) -> dict[str, Any]:
@@ -110,21 +116,28 @@ class Wanted:
                 **asked,
                 "worker": _NATIVE_WORKERS[self.device],
                 "model": "vllm.model_executor.models.qwen3.Qwen3ForCausalLM",
-                "sampler": "vllm.v1.sample.sampler.Sampler",
+                "sampler": _NATIVE_SAMPLER,
                 "attention": [_NATIVE_ATTENTION[self.device]],
                 "numerics": None,
                 "kernels": [],
             }
-        return {
-            **asked,
+        routes = routes_of(self.mode)
+        asked |= {
             "worker": WORKERS[self.device],
-            "model": MODEL.replace(":", "."),
-            "sampler": _SAMPLERS[self.device],
-            "attention": ["rlk.rollout.vllm.attention.RlkAttentionImpl"],
+            "sampler": _SAMPLERS[self.device] if "logp" in routes else _NATIVE_SAMPLER,
+            "attention": [_ATTENTION if "attention" in routes else _NATIVE_ATTENTION[self.device]],
             "numerics": self.numerics.as_dict(),
-            "block_size": BLOCK_SIZE,
             "compile_mode": 0,
             "cudagraph_mode": self._graphs(),
+        }
+        if "attention" in routes:
+            asked["block_size"] = BLOCK_SIZE
+        if self.mode != "strict":
+            operators = {route: "rlk" if route in routes else "native" for route in ROUTES}
+            return {**asked, "model": MIXED_MODEL.replace(":", "."), "operators": operators}
+        return {
+            **asked,
+            "model": MODEL.replace(":", "."),
             "cudagraph_sizes": list(self.cudagraph_sizes),
             "model_hash_of": "live parameters",
         }
