@@ -107,11 +107,13 @@ class Runs:
 
     def arm(self, train: Mode, rollout: Mode) -> RunSummary:
         """One update in which each side has its mode; sampling does not truncate, since a native draw returns no retained ids."""
-        name = f"arm-{train}-{rollout}".replace("+", "_")
-        if self.platform != "cpu" and not {train, rollout} & set(MIXED_MODES):
+        name, mixed = f"arm-{train}-{rollout}".replace("+", "_"), bool({train, rollout} & set(MIXED_MODES))
+        if self.platform != "cpu" and not mixed:
             self.once("engines", self._start_engines)
 
         def make() -> RunSummary:
+            if self.platform != "cpu" and mixed:
+                self.cluster.stop()  # one card does not hold the engines of all arms
             plan = self.plan(name, SamplingParams(), steps=1, prompts=4, group_size=4)
             return self.run(plan.model_copy(update={"train_mode": train, "rollout_mode": rollout}))
 

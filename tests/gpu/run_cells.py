@@ -1,10 +1,9 @@
 """On one card or more: runs the cells of the cuda platform in sessions side by side, judges them together and writes what is kept:
 
-    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain integration ablation]
+    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain depth integration ablation]
 
 Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. The chain
-of the whole model takes 130 GB in the end, so it has the second card, beside operators that end long before; one card takes the sessions
-in three groups, one after another.
+of the whole model (depth) takes 130 GB of a card in the end and starts when the other sessions of its card have ended.
 
 Leaves in $OUT the joined run directory ``cuda``, ``ws1_h200.json``, ``ws2_h200.json``, ``engines_h200.json`` and each session's log, and
 exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its ``rlk-manifest.json``, on a
@@ -32,9 +31,10 @@ from summarize_cells import summarize
 
 from acceptance.engines import synthetic_checkpoint
 from rlk.acceptance.cell import Cell
-from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, UPDATED_MODEL, enumerate_cells
+from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
 from rlk.acceptance.validate import merge
 from rlk.acceptance.ws2 import TOPOLOGIES, subject
+from rlk.contract.arms import ARMS, MIXED_MODES
 from rlk.evidence.schema import Report
 from rlk.kernels._native.build import cache_root
 
@@ -73,16 +73,18 @@ class Session:
         print(f"{self.name}: exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def sessions(cards: Sequence[str], shards: int) -> list[list[Session]]:
-    """All sessions, in groups that run one after another. cards: their numbers, of which two are used."""
+def sessions(cards: Sequence[str], shards: int) -> list[list[list[Session]]]:
+    """All sessions: lanes of groups. Lanes run side by side, groups of a lane one after another, sessions of a group at once. cards: their
+    numbers, of which two are used."""
     first, last = cards[0], cards[:2][-1]
     engines = [_part(name, "engines", first) for name in ("ablation", "integration")]
-    operators = [_shard(i, shards, last) for i in range(1, shards + 1)]
     topologies = [_part(name, "ws2", first) for name in ("ws2_0", "ws2_1")]
-    chain = [_part("chain", "engines", last)]
-    if first == last:  # what fits one card at once
-        return [[*engines, *operators], topologies, chain]
-    return [[*chain, *engines, *operators, *topologies]]
+    mixed = [_part(name, "engines", last) for name in ("ablation_0", "ablation_1")]
+    operators = [_shard(i, shards, last) for i in range(1, shards + 1)]
+    chain, depth = ([_part(name, "engines", last)] for name in ("chain", "depth"))
+    if first == last:
+        return [[[*engines, *chain, *operators], [*topologies, *mixed], depth]]
+    return [[[*engines, *topologies]], [[*mixed, *chain, *operators], depth]]
 
 
 def _shard(number: int, shards: int, card: str) -> Session:
@@ -96,12 +98,24 @@ def _part(name: str, summary: str, card: str) -> Session:
 
 
 def part_of(cell: Cell) -> str:
-    """The session that runs a cell. Topologies are in two halves, each with what goes on from its training topologies."""
+    """The session that runs a cell. Topologies are in two halves, each with what goes on from its training topologies; so are the arms
+    whose engines mix operators: each starts engines of its own."""
+    if cell.scope == "chain":
+        return "chain" if cell.workload == WORKLOAD["cuda"] else "depth"
     if cell.scope == "ws2":
         names = [subject(*pair) for pair in TOPOLOGIES]
         name = cell.subject.removeprefix("train-").removeprefix("rollout-").partition("-")[0]
         return f"ws2_{names.index(name) % 2 if name in names else 0}"
+    mixed = [arm.name for arm in ARMS if arm.mode("train") in MIXED_MODES]
+    if cell.scope == "ablation" and cell.subject in mixed:
+        return f"ablation_{mixed.index(cell.subject) % 2}"
     return "integration" if cell.scope == "control" else cell.scope
+
+
+def _run(lane: Sequence[Sequence[Session]], folder: Path, out: Path, deadline: float) -> None:
+    for group in lane:
+        with ThreadPoolExecutor(max(1, len(group))) as pool:
+            list(pool.map(partial(Session.run, folder=folder, out=out, deadline=deadline), group))
 
 
 def main() -> None:
@@ -112,19 +126,18 @@ def main() -> None:
     asked = parser.parse_args()
     out, folder, deadline = Path(os.environ.get("OUT", ".")), Path(tempfile.mkdtemp()), time.monotonic() + asked.seconds
     cards = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    groups = [
-        [session for session in group if not asked.names or session.name.partition("_")[0] in asked.names]
-        for group in sessions(cards.split(","), asked.shards)
+    lanes = [
+        [[session for session in group if not asked.names or session.name.partition("_")[0] in asked.names] for group in lane]
+        for lane in sessions(cards.split(","), asked.shards)
     ]
     synthetic_checkpoint(Path.cwd(), UPDATED_MODEL["cuda"])  # several sessions read it
-    for group in groups:
-        with ThreadPoolExecutor(max(1, len(group))) as pool:
-            list(pool.map(partial(Session.run, folder=folder, out=out, deadline=deadline), group))
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        list(pool.map(partial(_run, folder=folder, out=out, deadline=deadline), lanes))
     merge(sorted(path.parent for path in folder.glob("**/report.json")), out / "cuda")
     report = Report.model_validate_json((out / "cuda" / "report.json").read_bytes())
     unwell = len(report.session.trouble)
     for name, scopes in SUMMARIES.items():
-        shown = " | ".join(session.shown for group in groups for session in group if session.summary == name)
+        shown = " | ".join(session.shown for lane in lanes for group in lane for session in group if session.summary == name)
         summary = summarize(out / "cuda", cache_root().with_name("vendor"), f"{' '.join(COMMAND)} {shown}", scopes)
         (out / f"{name}_h200.json").write_text(json.dumps(summary, indent=1) + "\n")
         waiting = [cell_id for cell_id in summary["missing"] if SNAPSHOT_WORKLOAD in cell_id]
