@@ -57,8 +57,9 @@ class RunPlan(BaseModel):
     """What a run does. Made by :func:`make_plan`; acceptance derives its arms with ``model_copy``.
 
     device: what both engines compute on. train_mode, rollout_mode: "strict" computes with this project's operators, "native" is the stock
-    engine. context: tokens of prompt and response together. sampling: of every request, but for its seed. unusable_prompts: numbers (from
-    0, over the whole run) of prompts that do not fit the context; they are sent all the same, come back refused and are reported.
+    engine; only the ablation has others. context: tokens of prompt and response together. sampling: of every request, but for its seed.
+    unusable_prompts: numbers (from 0, over the whole run) of prompts that do not fit the context; they are sent all the same, come back
+    refused and are reported.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -28,7 +28,8 @@ class VllmEngine:
     unsupported is refused at start by name. native: stock Qwen3, stock attention and sampler; requests are drawn from the engine's seed,
     not from their own, and return no support. Both have the same scheduler settings and model runner, and every start compares what was
     built with what was asked for. On a card a strict engine replays one CUDA graph per decode step, captured without compiling the model,
-    and a native one compiles and captures as vLLM does by itself; unless enforce_eager.
+    and a native one compiles and captures as vLLM does by itself; unless enforce_eager. A mode that names routes (``rlk.contract.arms``) is
+    stock Qwen3 with this project's operators in them, on one rank and always eager; it draws as strict does where logp is among them.
 
     The engine runs in this process, where vLLM replaces ``torch.set_num_threads`` and ``torch.accelerator.*``: never share it with a
     trainer. separate_process=True gives it a process of its own, at the price of a slower start; the process that starts it must then be
