@@ -34,9 +34,10 @@ _TRITON = {library.op: operators for library, operators in _OPERATORS.items()} |
     "logp": ("logp", "batch_invariant_logp"),
     "serving": ("serving", "qk_norm", "rope", "rms_norm"),
     "sampling": ("sampling",),
+    "update": ("update",),
 }
-"""As on the CPU, but for three: there batch_invariant_logp has its own source of logp's arithmetic, serving is its composition, and
-sampling is numpy."""
+"""As on the CPU, but for four: there batch_invariant_logp has its own source of logp's arithmetic, serving and update are their
+compositions, and sampling is numpy."""
 
 
 def declared_kernels() -> dict[str, tuple[str, ...]]:

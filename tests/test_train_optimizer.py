@@ -11,18 +11,17 @@ import torch
 from rlk.contract.numerics import ContractError, round_fp32
 from rlk.contract.orders import fold_halves, fold_pairs
 from rlk.contract.update import AdamParams, AdamStep
-from rlk.train import norm as norms
+from rlk.kernels.update import adam
 from rlk.train import optimizer as optimizers
 from rlk.train.norm import GradientNormError, gradient_norm, square_sums
-from rlk.train.optimizer import Adam, OptimizerError, adam, scalars
+from rlk.train.optimizer import Adam, OptimizerError
 from rlk.train.parameters import prepare_gradients
 
 F = round_fp32
-CPU = torch.device("cpu")
 
 
 def square_sum(x: torch.Tensor) -> float:
-    return float(square_sums(x[None]))
+    return float(square_sums([x[None]])[0])
 
 
 def random(*shape: int, seed: int = 3) -> torch.Tensor:
@@ -46,13 +45,15 @@ def test_update_is_the_scalar_formula(decays: bool) -> None:
     count = 1021
     state = [(F(w), 0.0, 0.0) for w in random(count, seed=1).tolist()]
     w, m, v = torch.tensor([s[0] for s in state]), torch.zeros(count), torch.zeros(count)
+    weight = w.bfloat16()
     for number in range(1, 5):
         gradient = random(count, seed=10 + number) * 10.0 ** (number - 4)
-        adam(w, m, v, gradient, scalars(params.step(number), CPU), decays)
+        adam(weight, w, m, v, gradient, params.step(number), scale=1.0, decays=decays)
         state = [scalar_adam(*s, g, params.step(number), decays) for s, g in zip(state, gradient.tolist())]
     expected = torch.tensor(state, dtype=torch.float32)
     for at, tensor in enumerate((w, m, v)):
         assert torch.equal(tensor.view(torch.int32), expected[:, at].contiguous().view(torch.int32))
+    assert torch.equal(weight, w.bfloat16())
 
 
 def parameters() -> dict[str, torch.nn.Parameter]:
@@ -88,7 +89,7 @@ def test_parameters_become_rounded_masters_and_norms_do_not_decay() -> None:
     for name, parameter in made.parameters.items():
         m, v, decays = torch.zeros_like(before[name]), torch.zeros_like(before[name]), name != "layers.0.input_norm"
         expected = before[name].clone()
-        adam(expected, m, v, made.gradients[name], scalars(step, CPU), decays)
+        adam(parameter.detach().clone(), expected, m, v, made.gradients[name], step, scale=1.0, decays=decays)
         assert torch.equal(made.master[name], expected)
         assert torch.equal(parameter.data, expected.bfloat16())
         assert not torch.equal(expected, before[name])
@@ -160,12 +161,10 @@ def test_norm_joins_shards_by_the_tree_then_tensors_in_order() -> None:
     assert gradient_norm(gradients, 4) == math.sqrt(by_rows + by_columns + square_sum(norm))
 
 
-def test_how_many_shards_are_added_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = random(8, 3, 700)
-    found = square_sums(shards)
-    assert found.tolist() == [square_sum(shard) for shard in shards]
-    monkeypatch.setattr(norms, "_AT_ONCE", 5000)
-    assert torch.equal(square_sums(shards), found)
+def test_shards_of_several_tensors_are_added_as_each_alone() -> None:
+    tensors = [random(8, 3, 700), random(2, 2100, seed=4), random(8, 20, 105, seed=5), random(1, 9, seed=6)]
+    found = square_sums(tensors)
+    assert [sums.tolist() for sums in found] == [[square_sum(shard) for shard in shards] for shards in tensors]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

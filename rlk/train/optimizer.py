@@ -1,22 +1,20 @@
-"""Adam with decoupled weight decay: one written-out fp32 formula over fp32 master weights.
+"""Adam with decoupled weight decay over fp32 master weights: the state of a rank's parameters and where it lives.
 
-The formula and its scalars are stated in ``rlk.contract.update``. Here every line is an elementwise operation that rounds once.
-Factors and summands are Python numbers that fp32 holds exactly; divisors are fp32 tensors, because torch on CUDA turns a division by a
-number into a product. On the CPU the square root is numpy's: torch's, from MKL, is off by one unit in a fifth of all fp32 values.
+The formula and its scalars are stated in ``rlk.contract.update`` and computed in ``rlk.kernels.update``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
 import torch
 
-from rlk.contract.update import MAX_GRAD_NORM, AdamParams, AdamStep, clip_scale
+from rlk.contract.update import MAX_GRAD_NORM, AdamParams, clip_scale
+from rlk.kernels import update
+from rlk.kernels.update import cpu as composed
 from rlk.parallel.collectives import Group
-from rlk.train.norm import gradient_norm
+from rlk.train.norm import Squares, gradient_norm
 
 _KINDS = ("master", "m", "v")
 _AT_ONCE = 1 << 24
@@ -27,32 +25,13 @@ class OptimizerError(ValueError):
     """An update or a state that breaks the contract; the message names the value or tensor."""
 
 
-def scalars(step: AdamStep, device: torch.device) -> dict[str, Any]:
-    """The numbers of a step, the two divisors as 0-dim fp32 tensors on ``device``."""
-    divisors = {name: getattr(step, name) for name in ("correction1", "correction2")}
-    return asdict(step) | {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in divisors.items()}
-
-
-def adam(master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, s: Mapping[str, Any], decays: bool) -> None:
-    """Update master, m and v in place, fp32 tensors of one shape; s: :func:`scalars`; decays: whether weight decay applies."""
-    m.mul_(s["beta1"]).add_(s["one_minus_beta1"] * gradient)
-    v.mul_(s["beta2"]).add_((s["one_minus_beta2"] * gradient).mul_(gradient))
-    change = (m / s["correction1"]).div_(_root(v / s["correction2"]).add_(s["eps"]))
-    if decays:
-        change.add_(s["weight_decay"] * master)
-    master.sub_(change.mul_(s["lr"]))
-
-
-def _root(x: torch.Tensor) -> torch.Tensor:
-    return x.sqrt_() if x.is_cuda else torch.from_numpy(np.sqrt(x.numpy()))
-
-
 class Adam:
     """State of this rank's parameters by packed name, in model order: fp32 master, m, v, and the number of updates done.
 
     Parameters are bf16 and carry their fp32 ``main_grad``. real_rows: number of this rank's real rows of each weight with padded
     vocabulary rows. tp: the ranks that hold the other shards. on_host: keep the state in pinned host memory, and on the card only the
-    tensor that is being updated; no byte depends on it.
+    tensor that is being updated; no byte depends on it. fused: ``rlk.kernels.update``, else the same operations of torch one by one, which
+    is what a native trainer does; no byte depends on that either.
     """
 
     def __init__(
@@ -65,9 +44,12 @@ class Adam:
         max_norm: float = MAX_GRAD_NORM,
         tp: Group | None = None,
         on_host: bool = False,
+        fused: bool = True,
     ) -> None:
         self.parameters, self.params, self.shards, self.real_rows, self.max_norm = parameters, params, shards, real_rows, max_norm
         self._tp, self._on_host = tp, on_host
+        self._adam = update.adam if fused else composed.adam
+        self._squares: Squares = update.block_squares if fused else composed.block_squares
         self.reset()
 
     def reset(self) -> None:
@@ -122,16 +104,14 @@ class Adam:
         self._allocate()
         self.require_padding()
         gradients = self.gradients
-        norm = gradient_norm(gradients, self.shards, self._tp)
+        norm = gradient_norm(gradients, self.shards, self._tp, self._squares)
         scale = clip_scale(norm, self.max_norm)
         device = next(iter(gradients.values())).device
-        numbers = scalars(step, device)
         for name, parameter in self.parameters.items():
             tensors = (gradients[name], parameter.data, *(getattr(self, kind)[name] for kind in _KINDS))
             for gradient, weight, *held in zip(*(tensor.view(-1).split(_AT_ONCE) for tensor in tensors)):
                 master, m, v = (part.to(device) for part in held)
-                adam(master, m, v, gradient * scale if scale < 1 else gradient, numbers, parameter.dim() == 2)
-                weight.copy_(master)
+                self._adam(weight, master, m, v, gradient, step, scale=scale, decays=parameter.dim() == 2)
                 if self._on_host:
                     for part, new in zip(held, (master, m, v)):
                         part.copy_(new)

@@ -75,7 +75,8 @@ class Scoring:
 def first_bad_row(logits: torch.Tensor) -> torch.Tensor:
     """int64 [1]: the first row of logits [T, V] with a value that is not finite, or -1; the host does not wait for it."""
     rows = torch.arange(len(logits), device=logits.device)
-    wrong = ~torch.isfinite(logits).all(dim=-1)
+    least, most = torch.aminmax(logits, dim=-1)  # NaN if any is
+    wrong = ~(least.isfinite() & most.isfinite())
     first = torch.where(wrong, rows, len(logits)).min().reshape(1) if len(logits) else rows.new_zeros(1)
     return torch.where(first == len(logits), -1, first)
 

@@ -126,7 +126,7 @@ class MegatronTrainer:
         self._reference_hash = self._model_hash = source.model_hash
         self.optimizer = Adam(
             self.model.parameters, adam, shards=numerics.canonical_tp, real_rows=self._real_rows(), max_norm=max_norm,
-            tp=self.parallel.tp, on_host=state == "host",
+            tp=self.parallel.tp, on_host=state == "host", fused=mode == "strict",
         )  # fmt: skip
         self._traffic: list[dict[str, Any]] = []
 
