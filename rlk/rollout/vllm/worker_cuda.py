@@ -35,7 +35,8 @@ class StrictCudaWorker(StrictWorkerMixin, Worker):
     def compile_or_warm_up_model(self) -> Any:
         """Also compiles what a prompt needs: vLLM itself only runs prompts without attention before the first request."""
         most = min(self.vllm_config.scheduler_config.max_num_batched_tokens, self.vllm_config.model_config.max_model_len)
-        for rows in sorted({min(most, rows) for rows in (2, 64, 512, 2048, most)}):
+        torch.cuda.empty_cache()  # what loading the weights left
+        for rows in sorted({min(most, rows) for rows in (2, 64, 512, 2048, most)}, reverse=True):  # small steps reuse memory of large ones
             self.model_runner._dummy_run(rows, force_attention=True, skip_eplb=True, is_profile=True)
         times = super().compile_or_warm_up_model()
         for entry in getattr(self.model_runner.model, "concrete_cudagraph_entries", {}).values():
