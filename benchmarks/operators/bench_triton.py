@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -197,16 +197,14 @@ NAMES: dict[Callable[[int], dict[str, Case]], tuple[str, ...]] = {
 ASKED = [(build, name, tokens) for build, sizes in BUILT.items() for tokens in sizes for name in NAMES[build]]
 
 
-@pytest.fixture(scope="module")
-def found() -> Iterator[dict[str, Any]]:
-    rows: dict[str, Any] = {}
-    yield rows
-    facts = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        **environment(),
-        "kernels": sorted({ran.kernel_id for ran in readback()}),
-        "times": rows,
-    }
+FOUND: dict[str, Any] = {}
+"""What was timed so far in this process."""
+
+
+def _record(name: str, row: dict[str, Any]) -> None:
+    FOUND[name] = row
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    facts = {"date": date, **environment(), "kernels": sorted({ran.kernel_id for ran in readback()}), "times": FOUND}
     (Path(os.environ.get("OUT", ".")) / "triton.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
@@ -231,8 +229,7 @@ def _microseconds(run: Callable[[], object], flush: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("build", "name", "tokens"), ASKED, ids=[f"{name} {tokens}" for _, name, tokens in ASKED])
 def test_speed(
-    benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], found: dict[str, Any], build: Callable[[int], dict[str, Case]],
-    name: str, tokens: int,
+    benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], build: Callable[[int], dict[str, Case]], name: str, tokens: int,
 ) -> None:  # fmt: skip
     assert torch.cuda.is_available(), "this benchmark needs an NVIDIA card"
     torch.manual_seed(0)
@@ -261,7 +258,8 @@ def test_speed(
         return  # benchmarks are disabled: the compiler's caches are filled
     default = "torch" if case.eager else "compiled"
     ratio = round(quartiles["ours"][1] / quartiles[default][1], 3)
-    found[f"{name} {tokens}"] = {"ratio": ratio, "default": default, "quartiles_us": quartiles, "most_bytes": memory}
-    benchmark.extra_info.update(found[f"{name} {tokens}"])
+    row = {"ratio": ratio, "default": default, "quartiles_us": quartiles, "most_bytes": memory}
+    _record(f"{name} {tokens}", row)
+    benchmark.extra_info.update(row)
     with capsys.disabled():
         print(f"\n{name} {tokens}: {ratio:.2f} of {default}", {arm: q[1] for arm, q in quartiles.items()}, end=" ")

@@ -8,7 +8,8 @@ Writes $OUT/check_sampling.json and exits 1 if a check failed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from report import Report, graphed, main
@@ -17,7 +18,8 @@ from rlk.contract.numerics import DEFAULT
 from rlk.contract.sampling import SamplingParams
 from rlk.kernels.logp import logp_with_lse
 from rlk.kernels.logp import triton as score
-from rlk.kernels.sampling import sample
+from rlk.kernels.sampling import Drawn, sample
+from rlk.kernels.sampling import triton as backend
 from rlk.rollout.sampling import sample_rows
 from rlk.rollout.sampling_device import DeviceSample, DeviceSampler, Staged, SupportLog
 
@@ -76,6 +78,45 @@ def rule(report: Report) -> None:
             report.holds("supports of the rule", log.ids(i) == (tuple(range(VOCAB)) if kept is None else kept), case=f"{name} {params[i]}")
         report.close("logprobs", drawn.logprobs.cpu(), expected.logprobs, 6e-2, 0.0)
     sampler.check()
+
+
+@contextmanager
+def triton_alone() -> Iterator[None]:
+    """The kernels of a card that is not Hopper."""
+    before, backend.hopper = backend.hopper, lambda device: False
+    try:
+        yield
+    finally:
+        backend.hopper = before
+
+
+def kernels(report: Report) -> None:
+    """Hopper's kernel and Triton's give the same ids, supports and failures: 128 rows of every kind, and rows that are hard to cut."""
+    hard = [
+        torch.full((VOCAB,), -3.5, device=CARD),
+        (torch.arange(VOCAB, device=CARD) % 7 == 0).float(),
+        torch.arange(VOCAB, device=CARD).div(1000, rounding_mode="floor").neg() / 30,
+        torch.linspace(-3e4, 3e4, VOCAB, device=CARD),
+        torch.tensor([0.0, -0.0, -1.0], device=CARD).repeat(VOCAB // 3 + 1)[:VOCAB],
+        torch.tensor([2e38, -2e38, 0.0, 1e-40], device=CARD).repeat(VOCAB // 4),
+        torch.nn.functional.one_hot(torch.tensor(77, device=CARD), VOCAB) * 1000.0,
+    ]
+    broken = draw_logits(1, 1.0)
+    broken[0, 150000] = float("inf")
+    cases = {"hard": torch.stack(hard).repeat(8, 1), "peaked": peaked(128), "broken": torch.cat((peaked(2), broken))}
+    for name, logits in (cases | {f"normal {s}": draw_logits(128, s) for s in (0.01, 1.0, 5.0)}).items():
+        sampler = make(len(logits))
+        staged = sampler.stage(kinds(len(logits)), range(len(logits)))
+        failed, other_failed = torch.zeros(2, 3, dtype=torch.int64, device=CARD)
+        drawn = _draw(logits, staged, failed)
+        with triton_alone():
+            other = _draw(logits, staged, other_failed)
+        assert drawn.support is not None
+        assert other.support is not None
+        finite = (logits / staged.rows.temperature[:, None]).isfinite().all(1)
+        pairs = ((drawn.ids, other.ids), (failed, other_failed), (drawn.support[finite], other.support[finite]))
+        same = [torch.equal(a, b) for a, b in pairs]
+        report.holds("Hopper's kernel = Triton's", all(same), case=name, same=same)
 
 
 def batches(report: Report) -> None:
@@ -147,6 +188,7 @@ def _torch_sample(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def times(report: Report) -> None:
     _decode_logp(report)
+    failed = torch.zeros(3, dtype=torch.int64, device=CARD)
     for rows, (shape, logits) in itertools.product((1, 16, 128), (("normal", draw_logits(128, 1.0)), ("peaked", peaked(128)))):
         z = logits[:rows].contiguous()
         sampler, arms = make(rows), dict[str, Callable[[], None]]()
@@ -154,7 +196,9 @@ def times(report: Report) -> None:
             staged = sampler.stage([SamplingParams(**kind, seed=i) for i in range(rows)], range(rows))  # type: ignore[arg-type]
             arms[name] = graphed(lambda staged=staged, z=z, sampler=sampler: sampler.sample(z, staged))[0]
             if name == "top_p":
-                arms["top_p draw"] = graphed(lambda staged=staged, z=z, sampler=sampler: _draw(sampler, z, staged))[0]
+                arms["top_p draw"] = graphed(lambda staged=staged, z=z: _draw(z, staged, failed))[0]
+                with triton_alone():
+                    arms["top_p draw, Triton"] = graphed(lambda staged=staged, z=z: _draw(z, staged, failed))[0]
         if shape == "normal":
             arms["torch top_p"] = graphed(lambda z=z: _torch_sample(z, 0.95))[0]
         report.timed(f"sampling {rows} rows {shape}", arms)
@@ -169,8 +213,8 @@ def times(report: Report) -> None:
     print({name: row for name, row in report.times.items() if "host" in name}, flush=True)
 
 
-def _draw(sampler: DeviceSampler, z: torch.Tensor, staged: Staged) -> object:
-    failed = torch.empty(3, dtype=torch.int64, device=CARD)
+def _draw(z: torch.Tensor, staged: Staged, failed: torch.Tensor) -> Drawn:
+    """The step without its logprobs."""
     return sample(z, staged.rows, failed, vocab_size=VOCAB, padded_vocab=PADDED, by_count=staged.by_count, by_weight=staged.by_weight)
 
 
@@ -203,7 +247,7 @@ def _decode_logp(report: Report) -> None:
         report.timed(f"logp {rows} rows", arms)
 
 
-SECTIONS = {run.__name__: run for run in (rule, batches, graphs, times)}
+SECTIONS = {run.__name__: run for run in (rule, kernels, batches, graphs, times)}
 
 if __name__ == "__main__":
     main("check_sampling", SECTIONS)
