@@ -15,6 +15,7 @@ from rlk.kernels.pack.cpu import LIBRARY as PACK
 from rlk.kernels.rms_norm.cpu import LIBRARY as RMS_NORM
 from rlk.kernels.rope.cpu import LIBRARY as ROPE
 from rlk.kernels.sampling.sm90 import SOURCE as HOPPER_SAMPLING
+from rlk.kernels.serving.sm90 import SOURCE as HOPPER_SERVING
 from rlk.kernels.silu.cpu import LIBRARY as SILU
 from rlk.kernels.swiglu.cpu import LIBRARY as SWIGLU
 
@@ -48,7 +49,11 @@ def declared_kernels() -> dict[str, tuple[str, ...]]:
     """
     cpu = {library.kernel_id: operators for library, operators in _OPERATORS.items()}
     triton = {TritonSource(op).kernel_id: operators for op, operators in _TRITON.items()}
-    cuda = {HOPPER_PRODUCTS.kernel_id: _OPERATORS[DET_GEMM], HOPPER_SAMPLING.kernel_id: ("sampling",)}
+    cuda = {
+        HOPPER_PRODUCTS.kernel_id: _OPERATORS[DET_GEMM],
+        HOPPER_SAMPLING.kernel_id: ("sampling",),
+        HOPPER_SERVING.kernel_id: ("rms_norm",),
+    }
     vendor: dict[str, tuple[str, ...]] = {CUBLASLT.kernel_id: ("det_gemm", "lm_head")} if CUBLASLT.available else {}
     vendor |= {FLASH_ATTENTION.kernel_id: ("attention",)} if FLASH_ATTENTION.available else {}
     return cpu | triton | cuda | vendor

@@ -18,8 +18,11 @@ from filelock import FileLock
 
 from rlk.kernels._native.build import NativeBuildError, cache_root
 from rlk.kernels.dispatch import record
+from rlk.kernels.overlap import overlaps
 
 FLAGS = ("--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+"""The driver's number of the attribute of a launch that overlaps the one before it."""
 _MOST_SHARED_BYTES = 8
 """The driver's number of the attribute "dynamic shared memory, at most"."""
 
@@ -64,6 +67,21 @@ class CudaSource:
         return target.read_bytes()
 
 
+class _Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute: a number, and a value of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Configuration(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
 class CudaKernel:
     """One function of a compiled source, on one card. shared: bytes of dynamic shared memory; threads: per block."""
 
@@ -76,12 +94,20 @@ class CudaKernel:
         _checked("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
         _checked("cuFuncSetAttribute", self._function, _MOST_SHARED_BYTES, shared)
 
-    def launch(self, blocks: int, arguments: Sequence[Argument], device: torch.device) -> None:
-        """Run on torch's current stream; ``arguments`` as the kernel's parameters lie in memory."""
+    def launch(self, blocks: int, arguments: Sequence[Argument], device: torch.device, *, waits: bool = False) -> None:
+        """Run on torch's current stream; ``arguments`` as the kernel's parameters lie in memory.
+
+        waits: the kernel itself waits before it touches what others write, and may be on the card early (``rlk.kernels.overlap``).
+        """
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         with torch.cuda.device(device):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            _checked("cuLaunchKernel", self._function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, pointers, None)
+            if not (waits and overlaps()):
+                _checked("cuLaunchKernel", self._function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, pointers, None)
+                return
+            overlap = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+            sizes = _Configuration(blocks, 1, 1, self.threads, 1, 1, self.shared, stream, ctypes.pointer(overlap), 1)
+            _checked("cuLaunchKernelEx", ctypes.byref(sizes), self._function, pointers, None)
 
 
 def tensor_maps(data: int, shape: tuple[int, int], stride: int, boxes: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:

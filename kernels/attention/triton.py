@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from rlk.kernels import overlap
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.launch import platform, processors
 from rlk.kernels.attention import cpu
@@ -231,7 +232,7 @@ def run_decode(
         q.stride(1), *keys.strides, keys.table.stride(0), keys.longest, keys.pages, splits,
         op="attention.paged", warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim,
         BLOCK_M=max(tiles.m, triton.next_power_of_2(group)), BLOCK_D=max(16, triton.next_power_of_2(dim)), KV_TILE=kv_tile,
-        KV_SPLIT=kv_split, PAGE=keys.page, FOLD=fold,
+        KV_SPLIT=kv_split, PAGE=keys.page, FOLD=fold, **overlap.constants(),
     )  # fmt: skip
     return out
 

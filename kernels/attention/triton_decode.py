@@ -36,7 +36,7 @@ def attention_decode(
     q, k, v, out, part, arrived, starts, lengths, table, tokens, c, q_row_stride, q_head_stride, k_row_stride,
     k_head_stride, v_row_stride, v_head_stride, page_stride, table_stride, reach, page_limit, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, KV_TILE: tl.constexpr, KV_SPLIT: tl.constexpr,
-    PAGE: tl.constexpr, FOLD: tl.constexpr,
+    PAGE: tl.constexpr, FOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [rows, heads, DIM] of the rows starts[i] … starts[i+1]-1 of sequence i, the last of its lengths[i] keys. Grid: (sequences,
     KV heads, programs).
@@ -46,6 +46,9 @@ def attention_decode(
     ascending, and leaves 0 there. Rows with a single split need neither.
     A sequence of more than ``reach`` keys, for which there is no room, gives NaN.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     STEP: tl.constexpr = BLOCK_M // GROUP
     segment = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -236,13 +236,16 @@ struct Problem {
     }
 };
 
-// One step of a and b into a stage; a shared operand is copied in halves, one by each block.
-__device__ __forceinline__ void copy_step(
-    const TensorMap& a, const TensorMap& b, u32 to, u32 barrier, int row, int column, int k, u32 rank) {
-    constexpr int B_PART = PAIR == 'b' ? 2 : 1;
-    const u32 b_to = to + A_BYTES;
+// One step of a into a stage; a shared operand is copied in halves, one by each block.
+__device__ __forceinline__ void copy_a(const TensorMap& a, u32 to, u32 barrier, int row, int k, u32 rank) {
     if (PAIR == 'a') copy_to_both(a, to + rank * (A_BYTES / 2), barrier, k, row + rank * (ROWS / 2));
     else copy(a, to, barrier, k, row);
+}
+
+// The same of b.
+__device__ __forceinline__ void copy_b(const TensorMap& b, u32 to, u32 barrier, int column, int k, u32 rank) {
+    constexpr int B_PART = PAIR == 'b' ? 2 : 1;
+    const u32 b_to = to + A_BYTES;
     if (ACROSS) {
 #pragma unroll
         for (int c = 0; c < B_CHUNKS / B_PART; ++c) {
@@ -290,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
     const int first_leaf = GROUPS > 1 ? rank * p.leaves : 0;
 
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);
@@ -305,17 +309,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
 #endif
         if (threadIdx.x == WORKERS) {
+            // Where launches overlap no launch before this one writes b, the weights: what the ring holds of it is asked for at once.
+            const int steps = p.steps();
+            int early = 0;
+            if (cluster < p.tiles()) {
+                int row, column;
+                p.place(cluster, rank, row, column);
+                for (; early < min(STAGES, p.leaves * steps); ++early) {
+                    const u32 barrier = full + 8 * early;
+                    barrier_expect(barrier, p.bytes);
+                    const int k = (first_leaf + early / steps) * p.depth + early % steps * DEPTH;
+                    copy_b(b, start + early * (A_BYTES + B_BYTES), barrier, column, k, rank);
+                }
+            }
+            asm volatile("griddepcontrol.wait;" ::: "memory");
             Ring ring;
             for (int tile = cluster; tile < p.tiles(); tile += clusters) {
                 int row, column;
                 p.place(tile, rank, row, column);
                 for (int leaf = first_leaf; leaf < first_leaf + p.leaves; ++leaf) {
-                    const int steps = p.steps();
-                    for (int step = 0; step < steps; ++step, ring.next()) {
+                    for (int step = 0; step < steps; ++step, ring.next(), --early) {
                         const u32 barrier = full + 8 * ring.stage, to = start + ring.stage * (A_BYTES + B_BYTES);
-                        barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-                        barrier_expect(barrier, p.bytes);
-                        copy_step(a, b, to, barrier, row, column, leaf * p.depth + step * DEPTH, rank);
+                        const int k = leaf * p.depth + step * DEPTH;
+                        if (early <= 0) {
+                            barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+                            barrier_expect(barrier, p.bytes);
+                            copy_b(b, to, barrier, column, k, rank);
+                        }
+                        copy_a(a, to, barrier, row, k, rank);
                     }
                 }
             }

@@ -49,7 +49,7 @@ def contract(op: str, a: torch.Tensor, b: torch.Tensor, across: bool, leaves: in
     filled = stage_bytes(plan, across) - (0 if plan.pair == "a" else (plan.rows - a_rows) * DEPTH * 2)
     workspace = out.new_empty(blocks * waiting.workspace, dtype=torch.float32)
     problem = _Problem(out.data_ptr(), workspace.data_ptr(), rows, columns, a.shape[1] // leaves, each, filled)
-    kernel.launch(blocks, (_map(a, a_rows), _map(b, b_rows), problem), out.device)
+    kernel.launch(blocks, (_map(a, a_rows), _map(b, b_rows), problem), out.device, waits=True)
     ran(op, SOURCE)
 
 

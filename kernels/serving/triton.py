@@ -1,6 +1,7 @@
 """Triton backend of serving: one launch per step, the arithmetic of rms_norm and rope.
 
-No slot, position or page is read by the host, so a graph can capture every launch. A slot outside the cache is not written.
+No slot, position or page is read by the host, so a graph can capture every launch. A slot outside the cache is not written. On Hopper a
+kernel in CUDA C++ adds and normalises instead (``sm90``), whose bytes are the same.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -10,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from rlk.kernels import overlap
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.numerics import bf16, reciprocal_root, row_tree
+from rlk.kernels.serving import sm90
 
 SOURCE = TritonSource("serving")
 
@@ -42,9 +45,12 @@ def _store(
 @triton.jit(do_not_specialize=["length", "capacity"])
 def _rotate_into(
     qkv, q_gamma, k_gamma, positions, table, cache, slots, q, eps, length, capacity, token_stride, page_stride, head_stride, row_stride,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The g query heads and the key of one group of one token as rows 0 … g, in halves; the value is copied. Grid: (tokens, groups)."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     DIM: tl.constexpr = 2 * HALF
     row, d = tl.arange(0, HEADS), tl.arange(0, HALF)
@@ -120,12 +126,15 @@ def rotate_into_cache(
         _rotate_into, (tokens, groups), qkv, q_gamma, k_gamma, positions, table, kv_cache, slots, q, eps, table.shape[1], blocks * page,
         qkv.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
         op=("qk_norm", "rope", "serving.store_kv"), warps=2, GROUP=each, HEADS=triton.next_power_of_2(each + 1), HALF=half, PAGE=page,
+        **overlap.constants(),
     )  # fmt: skip
     return q
 
 
 def add_rms_norm(x: torch.Tensor, y: torch.Tensor, gamma: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = x.contiguous(), y.contiguous()
+    if sm90.takes(x, y, gamma):
+        return sm90.add_rms_norm(x, y, gamma, eps)
     total, normed, (rows, width) = torch.empty_like(x), torch.empty_like(x), x.shape
     block = triton.next_power_of_2(width)
     each = max(1, 1024 // block)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rlk.kernels import overlap
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.numerics import silu, silu_slope
 from rlk.kernels.swiglu.cpu import swiglu, swiglu_backward
@@ -22,7 +23,10 @@ def _place(width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _forward(gate_up, y, width, BLOCK: tl.constexpr):
+def _forward(gate_up, y, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     piece, column = _place(width, BLOCK)
     gate = gate_up + piece * 2 * width + column
     g = tl.load(gate, mask=column < width, other=0.0).to(tl.float32)
@@ -49,7 +53,9 @@ def _grid(tokens: int, shards: int, width: int) -> tuple[int, int]:
 def forward(gate_up: torch.Tensor, shards: int) -> torch.Tensor:
     tokens, columns = gate_up.shape
     y, width = gate_up.new_empty(tokens, columns // 2), columns // (2 * shards)
-    SOURCE.launch(_forward, _grid(tokens, shards, width), gate_up.contiguous(), y, width, op="swiglu", warps=2, BLOCK=_BLOCK)
+    SOURCE.launch(
+        _forward, _grid(tokens, shards, width), gate_up.contiguous(), y, width, op="swiglu", warps=2, BLOCK=_BLOCK, **overlap.constants()
+    )
     return y
 
 
