@@ -124,10 +124,12 @@ class _Passes:
             loss = self._loss()
             slopes.append(torch.cat([self._backward(batch, loss, set(batch)) for batch in batches]))
             losses.append(torch.tensor([loss.summary().loss], dtype=torch.float64))
-        self._backward([learner], self._loss(), {learner}, afresh=True)
-        first = {name: gradient.clone() for name, gradient in self._gradients().items()}
         self._backward(every, self._loss(), {learner}, afresh=True)
-        alone, packed = (Unpacked(held, self.model.config, self.model.numerics) for held in (first, self._gradients()))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the activations of many tokens leave behind does not fit a copy of the gradients
+        first = {name: gradient.clone() for name, gradient in self._gradients().items()}
+        self._backward([learner], self._loss(), {learner}, afresh=True)
+        packed, alone = (Unpacked(held, self.model.config, self.model.numerics) for held in (first, self._gradients()))
         return {
             "loss": [compare("loss", *losses), compare("slope", *slopes)],
             "gradients": [compare(name, alone[name], packed[name]) for name in alone],
