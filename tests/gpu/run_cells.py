@@ -1,9 +1,10 @@
 """On one card or more: runs the cells of the cuda platform in sessions side by side, judges them together and writes what is kept:
 
-    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [ws1 ws2 chain depth integration ablation]
+    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [--join DIR ...]
+        [ws1 ws2 chain depth integration ablation mixed]
 
-Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. The chain
-of the whole model (depth) takes 130 GB of a card in the end and starts when the other sessions of its card have ended.
+Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. --join
+judges run directories ``cuda`` of sessions that were chosen one by one, and runs nothing.
 
 Leaves in $OUT the joined run directory ``cuda``, ``ws1_h200.json``, ``ws2_h200.json``, ``engines_h200.json`` and each session's log, and
 exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its ``rlk-manifest.json``, on a
@@ -77,14 +78,14 @@ def sessions(cards: Sequence[str], shards: int) -> list[list[list[Session]]]:
     """All sessions: lanes of groups. Lanes run side by side, groups of a lane one after another, sessions of a group at once. cards: their
     numbers, of which two are used."""
     first, last = cards[0], cards[:2][-1]
-    engines = [_part(name, "engines", first) for name in ("ablation", "integration")]
     topologies = [_part(name, "ws2", first) for name in ("ws2_0", "ws2_1")]
-    mixed = [_part(name, "engines", last) for name in ("ablation_0", "ablation_1")]
+    engines = [_part(name, "engines", first) for name in ("ablation", "integration", "chain")]
+    mixed = [_part(f"mixed_{i}", "engines", last) for i in range(3)]
     operators = [_shard(i, shards, last) for i in range(1, shards + 1)]
-    chain, depth = ([_part(name, "engines", last)] for name in ("chain", "depth"))
+    depth = [_part("depth", "engines", last)]
     if first == last:
-        return [[[*engines, *chain, *operators], [*topologies, *mixed], depth]]
-    return [[[*engines, *topologies]], [[*mixed, *chain, *operators], depth]]
+        return [[[*engines, *operators], [*topologies, *mixed], depth]]
+    return [[[*topologies, *engines]], [[*depth, *mixed, *operators]]]
 
 
 def _shard(number: int, shards: int, card: str) -> Session:
@@ -98,8 +99,8 @@ def _part(name: str, summary: str, card: str) -> Session:
 
 
 def part_of(cell: Cell) -> str:
-    """The session that runs a cell. Topologies are in two halves, each with what goes on from its training topologies; so are the arms
-    whose engines mix operators: each starts engines of its own."""
+    """The session that runs a cell. Topologies are in two halves, each with what goes on from its training topologies; arms whose engines
+    mix operators, and so start anew for each, are in thirds."""
     if cell.scope == "chain":
         return "chain" if cell.workload == WORKLOAD["cuda"] else "depth"
     if cell.scope == "ws2":
@@ -108,14 +109,15 @@ def part_of(cell: Cell) -> str:
         return f"ws2_{names.index(name) % 2 if name in names else 0}"
     mixed = [arm.name for arm in ARMS if arm.mode("train") in MIXED_MODES]
     if cell.scope == "ablation" and cell.subject in mixed:
-        return f"ablation_{mixed.index(cell.subject) % 2}"
+        return f"mixed_{mixed.index(cell.subject) % 3}"
     return "integration" if cell.scope == "control" else cell.scope
 
 
-def _run(lane: Sequence[Sequence[Session]], folder: Path, out: Path, deadline: float) -> None:
+def _run(lane: Sequence[Sequence[Session]], names: Sequence[str], folder: Path, out: Path, deadline: float) -> None:
     for group in lane:
-        with ThreadPoolExecutor(max(1, len(group))) as pool:
-            list(pool.map(partial(Session.run, folder=folder, out=out, deadline=deadline), group))
+        chosen = [session for session in group if not names or session.name.partition("_")[0] in names]
+        with ThreadPoolExecutor(max(1, len(chosen))) as pool:
+            list(pool.map(partial(Session.run, folder=folder, out=out, deadline=deadline), chosen))
 
 
 def main() -> None:
@@ -123,17 +125,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument("--join", type=Path, nargs="+", default=[])
     asked = parser.parse_args()
     out, folder, deadline = Path(os.environ.get("OUT", ".")), Path(tempfile.mkdtemp()), time.monotonic() + asked.seconds
     cards = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    lanes = [
-        [[session for session in group if not asked.names or session.name.partition("_")[0] in asked.names] for group in lane]
-        for lane in sessions(cards.split(","), asked.shards)
-    ]
-    synthetic_checkpoint(Path.cwd(), UPDATED_MODEL["cuda"])  # several sessions read it
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        list(pool.map(partial(_run, folder=folder, out=out, deadline=deadline), lanes))
-    merge(sorted(path.parent for path in folder.glob("**/report.json")), out / "cuda")
+    lanes = sessions(cards.split(","), asked.shards)
+    if not asked.join:
+        synthetic_checkpoint(Path.cwd(), UPDATED_MODEL["cuda"])  # several sessions read it
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            list(pool.map(partial(_run, names=asked.names, folder=folder, out=out, deadline=deadline), lanes))
+    merge(asked.join or sorted(path.parent for path in folder.glob("**/report.json")), out / "cuda")
     report = Report.model_validate_json((out / "cuda" / "report.json").read_bytes())
     unwell = len(report.session.trouble)
     for name, scopes in SUMMARIES.items():
