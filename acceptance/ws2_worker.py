@@ -27,6 +27,7 @@ from rlk.kernels import dispatch
 from rlk.model import linear, shards
 from rlk.model.weights import tensor_hash
 from rlk.parallel import collectives, link
+from rlk.parallel.transport import OWN_CARD
 from rlk.train import batch, modules, process
 from rlk.train.batch import Sample, micro_batches
 from rlk.train.trainer import MegatronTrainer
@@ -149,8 +150,8 @@ def _tensors(trainer: MegatronTrainer) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def device(rank: int, job: dict[str, Any]) -> str:
-    """Of a rank: over NCCL each has a card of its own, else all share the first."""
-    return "cpu" if job["device"] == "cpu" else f"cuda:{rank if job['transport'] == 'nccl' else 0}"
+    """Of a rank: over some transports each has a card of its own, else all share the first."""
+    return "cpu" if job["device"] == "cpu" else f"cuda:{rank if job['transport'] in OWN_CARD else 0}"
 
 
 def release(device: str) -> None:

@@ -16,8 +16,8 @@ FLOOR = {
     "rlk.train": 4,
     "rlk.model": 3,
     "rlk.acceptance": 3,
+    "rlk.parallel": 2.5,
     "rlk.kernels": 2,
-    "rlk.parallel": 2,
     "rlk.evidence": 2,
     "rlk.contract": 1,
 }

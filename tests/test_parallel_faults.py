@@ -49,7 +49,7 @@ def test_a_silent_rank_is_named_after_the_timeout(pool: Pool, transport: str) ->
 
 def test_ranks_that_share_a_card_are_refused_together(pool: Pool) -> None:
     said = require(pool.run(4, WORKERS, "cards", 4, free_port(), ["a", "b", "c", "b"], timeout=60))
-    assert set(said) == {"ProcessGroupError: rank 1 and rank 3 share card b: use transport shm, or one card per rank for nccl"}
+    assert set(said) == {"ProcessGroupError: rank 1 and rank 3 share card b: use transport shm, or one card per rank for nccl and peer"}
     assert set(require(pool.run(4, WORKERS, "cards", 4, free_port(), ["a", "b", "c", "d"], timeout=60))) == {'"no error"'}
 
 

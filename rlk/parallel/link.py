@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from rlk.parallel.errors import MismatchError, PeerFailedError, PeerLostError
+from rlk.parallel.errors import MismatchError, ParallelError, PeerFailedError, PeerLostError
 from rlk.parallel.presence import Presence
 from rlk.parallel.traffic import Traffic
 from rlk.parallel.transport import Transport
@@ -25,7 +25,8 @@ class Link:
     """One rank's side of the job. Create it on every rank at the same point.
 
     presence: finds lost ranks. transport: what carries the data of this link's groups. message_bytes: the largest message handed to it;
-    any size gives the same bytes. busy: whether a transport call of this link is under way; lost: whether one failed.
+    any size gives the same bytes. busy: whether a transport call of this link is under way; lost: whether one failed. unanswered: of
+    transports whose calls return before they end, whether one ended without its peers.
     """
 
     def __init__(self, presence: Presence, *, transport: Transport = "gloo", message_bytes: int = 1 << 28) -> None:
@@ -34,6 +35,7 @@ class Link:
         self.traffic = Traffic()
         self.checking = True
         self.busy = self.lost = False
+        self.unanswered: list[Callable[[], bool]] = []
         self._seen: set[str] = set()
 
     def run(self, call: Callable[[], T], group: str, op: str, bytes_sent: int) -> T:
@@ -66,6 +68,11 @@ class Link:
         self.checking = kind not in self._seen
         try:
             yield
+        except RuntimeError as error:
+            if isinstance(error, ParallelError) or not any(found() for found in self.unanswered):
+                raise
+            self.lost = True
+            raise PeerLostError(f"{kind}: {self.presence.verdict(str(error).splitlines()[0])}") from error
         finally:
             self.checking = True
         self._seen.add(kind)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rlk.parallel.errors import ParallelError
 from rlk.parallel.link import Link
 from rlk.parallel.presence import Presence
-from rlk.parallel.transport import BACKEND, MESSAGE_BYTES, Transport
+from rlk.parallel.transport import BACKEND, MESSAGE_BYTES, OWN_CARD, Transport
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = 300.0
@@ -61,8 +61,9 @@ def join(rank: int, labels: Sequence[str], port: int, agreement: str, *, transpo
     else:
         store = dist.TCPStore(LOOPBACK, port, size, False, timeout=wait)
     presence = Presence(store, rank, size, labels[rank], host=LOOPBACK, grace=timeout)
-    if transport == "nccl":
+    if transport in OWN_CARD:
         require_own_card(store, rank, labels, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+    if transport == "nccl":
         # A call that nobody answers is found and named by the transport; torch's watchdog would end the process without a word.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     dist.init_process_group(BACKEND[transport], store=store, rank=rank, world_size=size, timeout=wait)
@@ -86,9 +87,8 @@ def require_own_card(store: dist.Store, rank: int, labels: Sequence[str], card: 
     for number, held in enumerate(cards):
         first = cards.index(held)
         if first != number:
-            raise ProcessGroupError(
-                f"{labels[first]} and {labels[number]} share card {held}: use transport shm, or one card per rank for nccl"
-            )
+            remedy = f"use transport shm, or one card per rank for {' and '.join(OWN_CARD)}"
+            raise ProcessGroupError(f"{labels[first]} and {labels[number]} share card {held}: {remedy}")
 
 
 def leave(link: Link) -> None:

@@ -18,13 +18,17 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from rlk.parallel.link import Link
 
-Transport = Literal["gloo", "shm", "ipc", "nccl"]
+Transport = Literal["gloo", "shm", "ipc", "nccl", "peer"]
 """gloo: host memory and sockets, for tensors anywhere; those of a card pass through pinned memory. shm: ranks of one host share its memory,
 for tensors anywhere. ipc: ranks of one host read each other's card memory (CUDA or HIP IPC). Any number of ranks may share a card over
-these. nccl: one card per rank, also under ROCm, whose RCCL torch calls by that name."""
+these. nccl: one card per rank, also under ROCm, whose RCCL torch calls by that name. peer: one card per rank of one host, whose cards write
+each other's memory; no host takes part (``rlk.parallel.peer``)."""
 
-BACKEND: dict[Transport, str] = {"gloo": "gloo", "shm": "gloo", "ipc": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+BACKEND: dict[Transport, str] = {"gloo": "gloo", "shm": "gloo", "ipc": "gloo", "nccl": "cpu:gloo,cuda:nccl", "peer": "gloo"}
 """Process groups that torch makes; checks between ranks are messages in host memory whatever carries the data."""
+
+OWN_CARD: tuple[Transport, ...] = ("nccl", "peer")
+"""Transports that want a card for every rank."""
 
 MAILBOX_BYTES = 1 << 26
 
@@ -141,8 +145,7 @@ class Ipc(Shm):
         return [own if rank == self.link.rank else _mapped(every[rank]) for rank in members]
 
 
-MOVERS: dict[Transport, type[Gloo]] = {"gloo": Gloo, "shm": Shm, "ipc": Ipc, "nccl": Nccl}
-MESSAGE_BYTES: dict[Transport, int] = {"gloo": 1 << 28, "shm": MAILBOX_BYTES, "ipc": MAILBOX_BYTES, "nccl": 1 << 28}
+MESSAGE_BYTES: dict[Transport, int] = {"gloo": 1 << 28, "shm": MAILBOX_BYTES, "ipc": MAILBOX_BYTES, "nccl": 1 << 28, "peer": 1 << 28}
 """Largest message of each; any size gives the same bytes."""
 
 

@@ -1,4 +1,4 @@
-"""On two cards: tree sums over NCCL against gloo, training at TP2 and CP2 against one card, a lost rank, and times.
+"""On two cards: tree sums over every transport, training at TP2 and CP2 over NCCL and over peer memory against one card, a lost rank.
 
     OUT=. PYTHONPATH=. python tests/gpu/check_nccl.py
 
@@ -23,8 +23,6 @@ from rlk.parallel.pool import Outcome, Pool, free_port, require
 
 RANKS = Path(__file__).with_name("nccl_ranks.py")
 COUNTS = (1, 3, 1000, 1 << 16, (1 << 16) + 5, 1 << 20)
-TIMED = tuple(1 << power for power in (14, 16, 18, 20, 22, 24))
-"""fp32 elements: 64 KiB to 64 MiB."""
 SHORT = ((5, 9), (17, 48), (1, 1), (33, 17), (70, 31))
 LONG = ((1024, 1024), (1000, 1048))
 
@@ -54,7 +52,7 @@ def main() -> None:
                 raise AssertionError(*facts)
 
         def equal_sums() -> str:
-            digests = {t: require(run(2, 2, "sums", counts=COUNTS, transport=t)) for t in ("nccl", "gloo", "ipc")}
+            digests = {t: require(run(2, 2, "sums", counts=COUNTS, transport=t)) for t in ("nccl", "gloo", "ipc", "peer")}
             holds(all(rank == digests["gloo"][0] for ranks in digests.values() for rank in ranks), digests)
             return f"{len(COUNTS)} counts over {', '.join(digests)}"
 
@@ -75,11 +73,11 @@ def main() -> None:
             common = {"checkpoint": str(path), "lengths": lengths}
             (alone,) = require(run(1, 1, "update", tp=1, cp=1, **common))
             rows = {"tp1cp1": figures(alone)}
-            for tp, cp in ((2, 1), (1, 2)):
-                ranks = require(run(2, 2, "update", tp=tp, cp=cp, **common))
-                rows[f"tp{tp}cp{cp}"] = figures(ranks[0])
+            for tp, cp, transport in ((2, 1, "nccl"), (1, 2, "nccl"), (2, 1, "peer"), (1, 2, "peer")):
+                ranks, name = require(run(2, 2, "update", tp=tp, cp=cp, transport=transport, **common)), f"tp{tp}cp{cp} {transport}"
+                rows[name] = figures(ranks[0])
                 for rank in ranks:
-                    holds(rank["steps"] == alone["steps"] and rank["scores"] == alone["scores"], f"tp{tp}cp{cp} differs", rank["steps"])
+                    holds(rank["steps"] == alone["steps"] and rank["scores"] == alone["scores"], f"{name} differs", rank["steps"])
             return rows
 
         section("equal sums", equal_sums)
@@ -88,7 +86,6 @@ def main() -> None:
         section("tiny", lambda: training(TINY, SHORT))
         section("wide, uneven", lambda: training(WIDE, SHORT))
         section("wide, 4096 tokens", lambda: training(replace(WIDE, max_positions=2048), LONG))
-        section("times", lambda: require(run(2, 2, "times", counts=TIMED))[0])
     print(f"check_nccl: {len(failed)} sections failed, {time.time() - started:.1f} s")
     sys.exit(1 if failed else 0)
 

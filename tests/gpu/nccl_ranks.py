@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +28,6 @@ from rlk.train.batch import Sample
 from rlk.train.objective import BatchLoss
 from rlk.train.trainer import MegatronTrainer
 
-REPETITIONS = 15
-
 
 @contextmanager
 def group(rank: int, job: dict[str, Any]) -> Iterator[Group]:
@@ -39,7 +36,7 @@ def group(rank: int, job: dict[str, Any]) -> Iterator[Group]:
     labels = [f"rank {r}" for r in range(job["size"])]
     link = join(rank, labels, job["port"], "same", transport=job["transport"], timeout=job.get("timeout", 60.0))
     try:
-        yield Group("world", link, dist.group.WORLD)
+        yield Group("world", link, dist.distributed_c10d._get_default_group())
     finally:
         leave(link)
 
@@ -60,34 +57,6 @@ def part(count: int, rank: int) -> torch.Tensor:
     """fp32 [count] of very different magnitudes."""
     generator = torch.Generator().manual_seed(1000 * count + rank)
     return (torch.randn(count, generator=generator) * 2.0 ** torch.randint(-12, 12, (count,), generator=generator)).cuda()
-
-
-def times(rank: int, job: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Microseconds by bytes and arm: quartiles of the tree sum in fp32 and in bf16, and of NCCL's own fp32 and bf16 sums, interleaved."""
-    rows = {}
-    with group(rank, job) as world:
-        for count in job["counts"]:
-            own = part(count, rank)
-            theirs, half = own.clone(), own.bfloat16()
-            arms = {
-                "tree": lambda own=own: world.tree_all_reduce(own),
-                "tree_bf16": lambda own=own: world.tree_all_reduce(own, torch.bfloat16),
-                "nccl": lambda theirs=theirs: dist.all_reduce(theirs),
-                "nccl_bf16": lambda half=half: dist.all_reduce(half),
-            }
-            world.link.checking = False
-            measured: dict[str, list[float]] = {arm: [] for arm in arms}
-            for repetition in range(REPETITIONS + 3):
-                for arm, run in arms.items():
-                    dist.all_reduce(torch.zeros(1, device="cuda"))
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                    run()
-                    torch.cuda.synchronize()
-                    if repetition >= 3:
-                        measured[arm].append((time.perf_counter() - start) * 1e6)
-            rows[str(4 * count)] = {arm: [round(q, 1) for q in statistics.quantiles(values, n=4)] for arm, values in measured.items()}
-    return rows
 
 
 def lost(rank: int, job: dict[str, Any]) -> str:
