@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rlk.kernels._triton import TritonSource
 from rlk.kernels.attention.cpu import LIBRARY as ATTENTION
+from rlk.kernels.attention.sm90 import BACKWARD as HOPPER_GRADIENTS
+from rlk.kernels.attention.sm90 import FORWARD as HOPPER_ATTENTION
 from rlk.kernels.attention.vendor_library import LIBRARY as FLASH_ATTENTION
 from rlk.kernels.batch_invariant_logp.cpu import LIBRARY as BATCH_INVARIANT_LOGP
 from rlk.kernels.det_gemm.cpu import LIBRARY as DET_GEMM
@@ -53,6 +55,8 @@ def declared_kernels() -> dict[str, tuple[str, ...]]:
         HOPPER_PRODUCTS.kernel_id: _OPERATORS[DET_GEMM],
         HOPPER_SAMPLING.kernel_id: ("sampling",),
         HOPPER_SERVING.kernel_id: ("rms_norm",),
+        HOPPER_ATTENTION.kernel_id: _OPERATORS[ATTENTION],
+        HOPPER_GRADIENTS.kernel_id: _OPERATORS[ATTENTION],
     }
     vendor: dict[str, tuple[str, ...]] = {CUBLASLT.kernel_id: ("det_gemm", "lm_head")} if CUBLASLT.available else {}
     vendor |= {FLASH_ATTENTION.kernel_id: ("attention",)} if FLASH_ATTENTION.available else {}

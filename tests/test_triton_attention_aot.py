@@ -14,7 +14,7 @@ import torch
 from rlk.kernels._triton import aot
 from rlk.kernels._triton.aot import Compiled, compile_all
 from rlk.kernels.attention import triton as attention
-from rlk.kernels.attention import triton_backward, triton_decode, triton_forward, triton_hopper
+from rlk.kernels.attention import triton_backward, triton_decode, triton_forward
 
 OPERATORS = ("attention", "logp")
 GROUP_OF_16 = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.|mma\.sync\.aligned\.m16n8k16\.|v_mfma_f32_16x16x16_bf16$")
@@ -34,13 +34,13 @@ def test_every_kernel_compiles_for_both_targets(compiled: list[Compiled]) -> Non
     }  # fmt: skip
     assert all(hasattr(module, name) for module, names in modules.items() for name in names)
     wanted = {name for names in modules.values() for name in names} | {"_tile_states", "_part", "_join", "_slopes"}
-    assert {row.kernel for row in compiled if row.target == "hip:gfx942"} == wanted
-    assert {row.kernel for row in compiled if row.target == "cuda:90"} == wanted | {triton_hopper.attention_forward_hopper.__name__}
+    for target in ("hip:gfx942", "cuda:90"):
+        assert {row.kernel for row in compiled if row.target == target} == wanted
     assert {*OPERATORS, "batch_invariant_logp"} <= set(aot.OPERATORS)
 
 
 def test_nothing_spills_but_what_waits_outside_the_inner_loop(compiled: list[Compiled]) -> None:
-    outer = ("FOLD=True", "KIND=2", "gradient", "hopper")
+    outer = ("FOLD=True", "KIND=2", "gradient")
     nested = [row for row in compiled if row.target == "cuda:90" and any(part in f"{row.kernel} {row.constants}" for part in outer)]
     assert len(nested) >= 2
     assert [row.line() for row in compiled if row.spills > (OUTER_STACK if row in nested else 16)] == []
@@ -48,13 +48,13 @@ def test_nothing_spills_but_what_waits_outside_the_inner_loop(compiled: list[Com
 
 def test_products_are_groups_of_16_on_matrix_instructions(compiled: list[Compiled]) -> None:
     products = [row for row in compiled if row.multiplies]
-    names = {"attention_forward", "attention_forward_hopper", "attention_decode", "attention_query_gradient", "attention_key_gradient"}
+    names = {"attention_forward", "attention_decode", "attention_query_gradient", "attention_key_gradient"}
     assert {row.kernel for row in products} == names
     assert [row.line() for row in products if not row.matrix or not all(GROUP_OF_16.match(name) for name in row.matrix)] == []
     decode = [row for row in products if "BLOCK_M=16 " in row.constants and row.target == "cuda:90"]
     assert decode
     for row in products:
-        if row.target == "cuda:90" and row.kernel != "attention_forward_hopper":  # there the row sums alone are mma.sync
+        if row.target == "cuda:90":
             assert all(name.startswith("mma.sync" if row in decode else "wgmma") for name in row.matrix), row.line()
 
 
@@ -62,9 +62,6 @@ def test_row_sums_of_probabilities_are_a_product_with_ones(compiled: list[Compil
     forward = [row for row in compiled if row.kernel == "attention_forward" and row.target == "cuda:90" and "FOLD=True" in row.constants]
     assert forward
     assert all(any("m64n16k16" in name for name in row.matrix) for row in forward)
-    hopper = [row for row in compiled if row.kernel == "attention_forward_hopper"]
-    assert hopper
-    assert all(any("m16n8k16" in name for name in row.matrix) for row in hopper)
 
 
 @pytest.mark.parametrize("pattern", [r"\.ftz\b", r"\b(?:div|sqrt|rsqrt|rcp)\.(?:approx|full)"])
@@ -76,7 +73,7 @@ def test_no_sum_is_fused(compiled: list[Compiled]) -> None:
     """Only the card's logarithm, a polynomial, has multiply-adds of its own; it runs once a row."""
     fused = {row.kernel for row in compiled if row.target == "cuda:90" and "fma.rn.f32" in row.text}
     logarithms = {row.kernel for row in compiled if "STORE_LSE=True" in row.constants or "WHOLE=True" in row.constants}
-    assert fused <= logarithms | {"_join", "attention_forward_hopper"}
+    assert fused <= logarithms | {"_join"}
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])

@@ -119,15 +119,29 @@ def tensor_maps(data: int, shape: tuple[int, int], stride: int, boxes: Sequence[
     words = 16
     room = (ctypes.c_uint64 * (words * len(boxes) + 8))()
     start = -ctypes.addressof(room) % 64
-    sizes, strides, steps = (ctypes.c_uint64 * 2)(shape[1], shape[0]), (ctypes.c_uint64 * 1)(stride * 2), (ctypes.c_uint32 * 2)(1, 1)
-    bf16, no_interleave, swizzle_128, promote_256, zeros = 9, 0, 3, 3, 0
     for i, rows in enumerate(boxes):
-        view = ctypes.byref(room, start + 8 * words * i)
-        _checked(
-            "cuTensorMapEncodeTiled", view, bf16, 2, ctypes.c_void_p(data), sizes, strides, (ctypes.c_uint32 * 2)(64, rows), steps,
-            no_interleave, swizzle_128, promote_256, zeros,
-        )  # fmt: skip
+        _encode(ctypes.byref(room, start + 8 * words * i), data, (shape[1], shape[0]), (stride,), (64, rows))
     return (ctypes.c_uint64 * (words * len(boxes))).from_buffer(room, start)
+
+
+def tensor_map(data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
+    """The copy engine's view of a bf16 tensor at ``data``, as of :func:`tensor_maps`: innermost dimension first.
+
+    strides: elements between neighbours of every dimension but the innermost. box: what one copy takes, 64 of the innermost.
+    """
+    room = (ctypes.c_uint64 * 24)()
+    start = -ctypes.addressof(room) % 64
+    _encode(ctypes.byref(room, start), data, sizes, strides, box)
+    return (ctypes.c_uint64 * 16).from_buffer(room, start)
+
+
+def _encode(view: object, data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
+    rank, bf16, no_interleave, swizzle_128, promote_256, zeros = len(sizes), 9, 0, 3, 3, 0
+    _checked(
+        "cuTensorMapEncodeTiled", view, bf16, rank, ctypes.c_void_p(data), (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*(2 * stride for stride in strides)), (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1 for _ in box)), no_interleave, swizzle_128, promote_256, zeros,
+    )  # fmt: skip
 
 
 def ran(op: str, source: CudaSource) -> None:

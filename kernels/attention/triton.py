@@ -15,11 +15,11 @@ import triton
 from rlk.kernels import overlap
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.launch import platform, processors
-from rlk.kernels.attention import cpu
+from rlk.kernels.attention import cpu, sm90
+from rlk.kernels.attention.counters import COUNTERS, counters
 from rlk.kernels.attention.triton_backward import attention_delta, attention_key_gradient, attention_query_gradient
 from rlk.kernels.attention.triton_decode import attention_decode
 from rlk.kernels.attention.triton_forward import OWNED, PAGED, WHOLE, attention_forward, attention_join
-from rlk.kernels.attention.triton_hopper import attention_forward_hopper
 from rlk.kernels.checked import check_once
 
 SOURCE = TritonSource("attention")
@@ -71,6 +71,10 @@ class Segments(NamedTuple):
     number: int
     kind: int
 
+    def of_rows(self) -> tuple[torch.Tensor, int, bool]:
+        """The table, its rows, and whether they are ranks' parts; not of pages."""
+        return self.table, self.number, self.kind == OWNED.value
+
 
 def owned(segments: torch.Tensor, device: torch.device) -> Segments:
     return Segments(segments.to(device), len(segments), OWNED.value)
@@ -119,13 +123,6 @@ def paged(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Ten
     return Keys(k, v, heads, strides, table.shape[1] * page, seq_lens.contiguous(), table, pages, page)
 
 
-def hopper_stages(group: int, dim: int, kv_tile: int, device: torch.device) -> int:
-    """Pairs of tiles of keys and values that a Hopper program keeps in shared memory; 0: attention_forward_hopper does not run this."""
-    if platform() != "cuda" or dim != 128 or kv_tile not in (64, 128) or 128 % group:
-        return 0
-    return 256 // kv_tile if device.type == "meta" or torch.cuda.get_device_capability(device) == (9, 0) else 0
-
-
 def run_forward(
     op: str, q: torch.Tensor, keys: Keys, segments: Segments, scale: float, kv_tile: int, kv_split: int, lse: bool,
     tiles: Tiles | None = None, programs: int | None = None,
@@ -137,20 +134,18 @@ def run_forward(
     """
     (rows, heads, dim), q = q.shape, _heads(q)
     _require_size(op, kv_tile, dim)
+    if (
+        tiles is None
+        and kv_tile == sm90.TILE
+        and segments.kind != PAGED.value
+        and sm90.takes(heads, keys.heads, segments.table, q, keys.k, keys.v)
+    ):
+        return sm90.forward(op, q, keys.k, keys.v, *segments.of_rows(), scale, kv_split)
     out, lse2 = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)
     if not rows:
         return out, lse2
     group = heads // keys.heads
     states = triton.cdiv(rows, segments.number) * group
-    # A rank that owns a part of a sequence takes the kernel that every card runs: only whole sequences were compared on a card so far.
-    stages = hopper_stages(group, dim, kv_tile, q.device) if segments.kind == WHOLE.value and tiles is None and states > 64 else 0
-    if stages:
-        SOURCE.launch(
-            attention_forward_hopper, (rows // (128 // group) + segments.number, keys.heads),
-            q, keys.k, keys.v, out, lse2, segments.table, segments.number, rows, scale * math.log2(math.e), q.stride(0), q.stride(1),
-            *keys.strides[:4], op=op, GROUP=group, KV_TILE=kv_tile, KV_SPLIT=kv_split, STAGES=stages, KIND=segments.kind, maxnreg=168,
-        )  # fmt: skip
-        return out, lse2
     tiles = tiles or forward_tiles(states, kv_tile, dim)
     block_m = max(tiles.m, triton.next_power_of_2(group))
     blocks = rows // (block_m // group) + segments.number
@@ -180,29 +175,6 @@ def run_forward(
     return out, lse2
 
 
-ARRIVALS = 1 << 14  # rows times KV heads of a step whose splits several programs share
-_arrivals: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-
-def arrivals(device: torch.device) -> torch.Tensor:
-    """Zeros [ARRIVALS] int32 that a launch finds and leaves as zeros: one tensor for each stream, and one for all graphs of a device.
-
-    Graphs of one device must therefore not replay at the same time. A captured call needs one call of any attention over pages before it.
-    """
-    if device.type != "cuda":
-        return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
-    captured = torch.cuda.is_current_stream_capturing()
-    key = (device, -1 if captured else torch.cuda.current_stream(device).cuda_stream)
-    found = _arrivals.get(key)
-    if found is None:
-        if captured:
-            raise RuntimeError("paged_attention: call it once before a graph is captured, so that its counters exist outside the graph")
-        for name in (key, (device, -1)):
-            _arrivals.setdefault(name, torch.zeros(ARRIVALS, dtype=torch.int32, device=device))
-        found = _arrivals[key]
-    return found
-
-
 def run_decode(
     q: torch.Tensor, keys: Keys, segments: Segments, scale: float, kv_tile: int, kv_split: int, tiles: Tiles | None = None,
     programs: int | None = None,
@@ -224,8 +196,8 @@ def run_decode(
         programs = triton.cdiv(4 * processors(q.device), segments.number * keys.heads)
     programs = min(programs, splits)
     states = rows * heads * splits
-    fold = programs == 1 or states * dim > WORKSPACE or rows * keys.heads > ARRIVALS
-    part, arrived = (out, out) if fold else (q.new_empty(states * (dim + 2), dtype=torch.float32), arrivals(q.device))
+    fold = programs == 1 or states * dim > WORKSPACE or rows * keys.heads > COUNTERS
+    part, arrived = (out, out) if fold else (q.new_empty(states * (dim + 2), dtype=torch.float32), counters(q.device))
     SOURCE.launch(
         attention_decode, (segments.number, keys.heads, 1 if fold else programs),
         q, keys.k, keys.v, out, part, arrived, segments.table, keys.lengths, keys.table, rows, scale * math.log2(math.e), q.stride(0),
@@ -282,7 +254,19 @@ def _backward(
     )  # fmt: skip
 
 
+def _on_hopper(inputs: tuple[torch.Tensor, ...], segments: Segments) -> tuple[torch.Tensor, ...] | None:
+    """The inputs as sm90's gradients want them, None where those do not run."""
+    q, k, v, d_out, lse2, sums = inputs
+    rows = tuple(_heads(x) for x in (q, k, v, d_out))
+    if not sm90.takes(q.shape[1], k.shape[1], segments.table, *rows):
+        return None
+    return (*rows, lse2, sums) if lse2.stride() == sums.stride() else (*rows, lse2.contiguous(), sums.contiguous())
+
+
 def run_query_gradient(inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles | None = None) -> torch.Tensor:
+    """dq; tiles asks for the kernel that every card runs."""
+    if tiles is None and (ready := _on_hopper(inputs, segments)):
+        return sm90.query_gradient("attention.backward", ready, *segments.of_rows(), scale)
     q, k = inputs[:2]
     dq, group, tiles = q.new_empty(q.shape), q.shape[1] // k.shape[1], tiles or query_gradient_tiles(q.shape[2])
     tiles = tiles._replace(m=max(tiles.m, triton.next_power_of_2(group)))
@@ -291,6 +275,9 @@ def run_query_gradient(inputs: tuple[torch.Tensor, ...], segments: Segments, sca
 
 
 def run_key_gradient(inputs: tuple[torch.Tensor, ...], segments: Segments, scale: float, tiles: Tiles | None = None) -> cpu.Pair:
+    """dk and dv; tiles asks for the kernel that every card runs."""
+    if tiles is None and (ready := _on_hopper(inputs, segments)):
+        return sm90.key_gradient("attention.backward", ready, *segments.of_rows(), scale)
     q, k = inputs[:2]
     dk, dv, tiles = k.new_empty(k.shape), k.new_empty(k.shape), tiles or key_gradient_tiles(q.shape[2])
     _backward(attention_key_gradient, (dk, dv), inputs, segments, scale, tiles, tiles.n)
