@@ -1,10 +1,11 @@
 """Times of attention on a card beside FlashAttention 3 (where vLLM is installed) and torch's SDPA, interleaved and with a cold cache:
 
-    PYTHONPATH=. OUT=. python3 benchmarks/operators/bench_attention.py [decode|prefill|backward ...]
+    PYTHONPATH=. OUT=. python3 benchmarks/operators/bench_attention.py [decode|prefill|backward|once ...]
 
-Qwen3-8B's heads. Bytes come first: a decode step is compared with the prefill of the same tokens, and nothing is timed if they differ. A
-decode step runs as many layers as fill the second-level cache several times, each with pages of its own, in one graph; its time is that of
-all of them. Writes $OUT/bench_attention.json.
+Qwen3-8B's heads. Bytes come first: a decode step is compared with the prefill of the same tokens, prefill and gradients with the kernels
+that every card runs, and nothing is timed where they differ. A decode step runs as many layers as fill the second-level cache several
+times, each with pages of its own, in one graph; its time is that of all of them. once: every kernel once, for a profiler. Writes
+$OUT/bench_attention.json after every section.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rlk.kernels.attention.vendor_library import LIBRARY
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 SCALE = DIM**-0.5
-SIZES = ((64, 256), (64, 512), (64, 1024))
+SIZES = ((64, 256), (64, 512))
 """kv_tile and kv_split."""
 LONGEST = 4096
 """Tokens that the page table has room for, at least."""
@@ -71,8 +72,8 @@ def bytes_agree(report: Report, tile: int, split: int) -> bool:
 def decode(report: Report) -> None:
     sizes = [size for size in SIZES if bytes_agree(report, *size)]
     for batch, keys in (
-        (1, 300), (1, 1000), (1, 3000), (1, 8192), (1, 32768), (16, 300), (16, 1000), (16, 3000), (32, 1024), (32, 8192), (128, 1000),
-        (128, 3000),
+        (1, 1024), (1, 8192), (1, 32768), (32, 1024), (32, 8192), (32, 32768), (1, 300), (16, 300), (16, 1024), (16, 3072), (128, 1024),
+        (128, 3072),
     ):  # fmt: skip
         _decode(report, batch, keys, sizes)
 
@@ -98,12 +99,35 @@ def _decode(report: Report, batch: int, keys: int, sizes: Sequence[tuple[int, in
     report.timed(f"decode {batch} x {keys}, {layers} layers", replays)
 
 
+def _same_as_every_card(report: Report) -> bool:
+    """Whether prefill and gradients of packed sequences have the bytes of the kernels that every card runs."""
+    lengths = torch.tensor([0, 1, 18, 318, 2418], device="cuda")
+    q, k, v, d_out = (draw(2418, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    keys, segments = backend.packed(k, v), backend.whole(lengths)
+    for tile, split in SIZES:
+        out, lse2 = backend.run_forward("attention", q, keys, segments, SCALE, tile, split, True)
+        wanted = backend.run_forward("attention", q, keys, segments, SCALE, tile, split, True, backend.forward_tiles(4096, tile, DIM))
+        report.same("prefill = every card's", f"{tile}/{split}", out, wanted[0])
+        report.same("prefill = every card's", f"{tile}/{split} lse2", lse2, wanted[1])
+    inputs = (q, k, v, d_out, *backend.run_sums(out, d_out, lse2))
+    dq, (dk, dv) = backend.run_query_gradient(inputs, segments, SCALE), backend.run_key_gradient(inputs, segments, SCALE)
+    report.same(
+        "gradients = every card's", "dq", dq, backend.run_query_gradient(inputs, segments, SCALE, backend.query_gradient_tiles(DIM))
+    )
+    wanted = backend.run_key_gradient(inputs, segments, SCALE, backend.key_gradient_tiles(DIM))
+    for name, got, want in zip(("dk", "dv"), (dk, dv), wanted, strict=True):
+        report.same("gradients = every card's", name, got, want)
+    return not report.failed
+
+
 def _packed(rows: int, batch: int) -> tuple[torch.Tensor, ...]:
     offsets = torch.arange(0, (batch + 1) * rows, rows, device="cuda")
     return *(draw(rows * batch, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)), offsets
 
 
 def prefill(report: Report) -> None:
+    if not _same_as_every_card(report):
+        return
     for rows, batch in ((512, 8), (2048, 4), (8192, 1), (32768, 1)):
         _prefill(report, rows, batch)
 
@@ -122,6 +146,8 @@ def _prefill(report: Report, rows: int, batch: int) -> None:
 
 
 def backward(report: Report) -> None:
+    if not _same_as_every_card(report):
+        return
     for rows, batch in ((512, 8), (2048, 4), (8192, 1)):
         _backward(report, rows, batch)
 
@@ -132,17 +158,32 @@ def _backward(report: Report, rows: int, batch: int) -> None:
     theirs = sdpa(*each, is_causal=True, enable_gqa=True)
     seed = d_out.view(batch, rows, -1, DIM).transpose(1, 2)
     out, lse2 = attention_with_lse(q, k, v, offsets, scale=SCALE, kv_tile=64, kv_split=256)
-    ours = graphed(partial(backend.run_backward, q, k, v, out, lse2, d_out, offsets, SCALE))[0]
-    arms = {"sdpa": partial(torch.autograd.grad, theirs, each, seed, retain_graph=True), "rlk": ours}
+    inputs, segments = (q, k, v, d_out, *backend.run_sums(out, d_out, lse2)), backend.whole(offsets)
+    arms = {
+        "sdpa": partial(torch.autograd.grad, theirs, each, seed, retain_graph=True),
+        "rlk": graphed(partial(backend.run_backward, q, k, v, out, lse2, d_out, offsets, SCALE))[0],
+        "rlk dq": graphed(partial(backend.run_query_gradient, inputs, segments, SCALE))[0],
+        "rlk dk dv": graphed(partial(backend.run_key_gradient, inputs, segments, SCALE))[0],
+    }
     report.timed(f"backward {rows} x {batch}", arms, repetitions=9)
 
 
-SECTIONS = {"decode": decode, "prefill": prefill, "backward": backward}
+def once(_: Report) -> None:
+    """Every kernel once at 8192 tokens: prefill, both gradients, a decode step of 32 sequences."""
+    q, k, v, d_out, offsets = _packed(8192, 1)
+    out, lse2 = attention_with_lse(q, k, v, offsets, scale=SCALE, kv_tile=64, kv_split=256)
+    backend.run_backward(q, k, v, out, lse2, d_out, offsets, SCALE)
+    cache = torch.zeros(32 * 512, KV_HEADS, PAGE, 2 * DIM, device="cuda", dtype=torch.bfloat16)
+    table = torch.arange(32 * 512, dtype=torch.int32, device="cuda").view(32, 512)
+    starts, ends = torch.arange(33, device="cuda"), torch.full((32,), 8192, device="cuda")
+    paged_attention(draw(32, HEADS, DIM), cache, table, starts, ends, scale=SCALE, kv_tile=64, kv_split=256)
+
+
+SECTIONS = {"prefill": prefill, "backward": backward, "decode": decode}
 
 if __name__ == "__main__":
-    found = Report()
+    found, path = Report(), Path(os.environ.get("OUT", ".")) / "bench_attention.json"
     for name in sys.argv[1:] or SECTIONS:
-        found.run(name, SECTIONS[name])
-    path = Path(os.environ.get("OUT", ".")) / "bench_attention.json"
-    path.write_text(json.dumps({**environment(), **found.facts()}, indent=1) + "\n")
+        found.run(name, {**SECTIONS, "once": once}[name])
+        path.write_text(json.dumps({**environment(), **found.facts()}, indent=1) + "\n")
     sys.exit(1 if found.failed else 0)
