@@ -6,9 +6,6 @@ memcheck, racecheck: the tools of compute-sanitizer. end, start: memory that end
 which holds for code that a tool cannot follow. Parts share processes, and are repeated one by one where a process is not clean. Writes
 $OUT/memory.json as results come, and the logs of what is not clean, and exits 1 if a part is not. A part is clean if the check counts no
 error and the part reached its end. Planted faults must be seen.
-
-Of a kernel with specialised warps racecheck reports the words by which the compiler hands its warps their work and their arguments,
-although a barrier of the whole block (``barrier.sync 1`` in its PTX) stands between writing and reading. Those are counted as "dispatch".
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from report import environment
 from small_shapes import PARTS
 
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[1] / "kernels"
 CONTROLS = {
     "end": ("past the end", "one past the end"),
     "start": ("before the start",),
@@ -39,7 +35,6 @@ LIMIT_S = 240
 GROUPS, MOST_AT_ONCE = 9, 16
 """Processes of a check, and of all checks at a time."""
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
-_PLACE = re.compile(r" in (\w+\.py):(\d+)")
 
 
 def check(name: str, *parts: str) -> dict[str, Any]:
@@ -56,11 +51,10 @@ def check(name: str, *parts: str) -> dict[str, Any]:
         text = f"no end within {LIMIT_S} s\n" + "".join(x.decode() if isinstance(x, bytes) else x or "" for x in (late.stdout, late.stderr))
         code = 1
     counted = _SUMMARY.search(text)
-    dispatch = sum(map(_is_dispatch, text.split("Error: Race reported")[1:]))
-    errors = (int(counted[1]) - dispatch if counted else None) if tool else int(code != 0)
+    errors = (int(counted[1]) if counted else None) if tool else int(code != 0)
     said = [line.removeprefix("=========").strip() for line in text.splitlines() if re.search(r"^=+.* at |rror|nvalid|azard", line)]
     ended = set(parts) <= {line.removesuffix(" ran") for line in text.splitlines()}
-    found = {"errors": errors, "dispatch": dispatch, "ended": ended, "said": said[:6] if errors != 0 else []}
+    found = {"errors": errors, "ended": ended, "said": said[:6] if errors != 0 else []}
     if not clean(found):
         file = f"{name}_{'_'.join(parts)[:60].replace(' ', '_').replace(',', '')}.log"
         (Path(os.environ.get("OUT", ".")) / file).write_text(text[:20000])
@@ -72,18 +66,10 @@ def clean(found: dict[str, Any]) -> bool:
 
 
 def check_each(name: str, *parts: str) -> dict[str, dict[str, Any]]:
-    """Parts together, or one by one if there is anything to tell apart."""
+    """Parts together, or one by one if they are not clean."""
     found = check(name, *parts)
-    together = len(parts) == 1 or (clean(found) and not found["dispatch"])
+    together = len(parts) == 1 or clean(found)
     return {part: found if together else check(name, part) for part in parts}
-
-
-def _is_dispatch(hazard: str) -> bool:
-    """Whether both sides of a hazard are at a kernel's name or at its ``warp_specialize``, where no access is written."""
-    lines = [
-        source.read_text().splitlines()[int(line) - 1] for file, line in _PLACE.findall(hazard) for source in KERNELS.glob(f"*/{file}")
-    ]
-    return bool(lines) and all(line.startswith("def ") or line.strip() == "gl.warp_specialize(" for line in lines)
 
 
 def main() -> None:

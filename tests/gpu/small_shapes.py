@@ -19,6 +19,7 @@ from check_sm90 import TABLES
 from rlk.contract.numerics import DEFAULT
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.topology import token_leaves
+from rlk.contract.update import AdamParams
 from rlk.kernels.attention import attention, paged_attention
 from rlk.kernels.attention.vendor_library import BLOCK
 from rlk.kernels.attention.vendor_rows import place_rows
@@ -34,6 +35,7 @@ from rlk.kernels.rope import rope
 from rlk.kernels.serving import add_rms_norm, rotate_into_cache, store_kv
 from rlk.kernels.silu import silu
 from rlk.kernels.swiglu import swiglu
+from rlk.kernels.update import adam, block_squares
 from rlk.rollout.sampling_device import DeviceSampler
 
 LENGTHS = (11, 16, 13, 19)
@@ -97,7 +99,14 @@ def serve() -> None:
     table = torch.randn(2, 40, dim // 2, device="cuda")
     rotate_into_cache(qkv, gamma, gamma, 1e-6, torch.tensor([0, 39, 40, 7, 8], device="cuda"), table, cache, slots)
     store_kv(make(len(slots), heads, dim).detach(), make(len(slots), heads, dim).detach(), cache, slots)
-    add_rms_norm(make(TOKENS, 96).detach(), make(TOKENS, 96).detach(), make(96).detach(), 1e-6)
+    for width in (96, 1000):
+        add_rms_norm(make(TOKENS, width).detach(), make(TOKENS, width).detach(), make(width).detach(), 1e-6)
+
+
+def update() -> None:
+    master, m, v, gradient = (torch.rand(37, 300, device="cuda") for _ in range(4))
+    adam(master.bfloat16(), master, m, v, gradient, AdamParams().step(1), scale=0.5, decays=True)
+    block_squares(torch.randn(8, 3, 700, device="cuda"), 1024)
 
 
 def place() -> None:
@@ -165,6 +174,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "attention, Hopper": partial(attend, (45, 1, 70), 8, 2, 128, 64, 64),
     "attention, rows for the vendor": place,
     "serving": serve,
+    "update": update,
     "logp": partial(score, 5, 1000, 1024, 64, False),
     "logp, supports": partial(score, 5, 1000, 1024, 64, True),
     "sampling": partial(draw, 301, 1024),
