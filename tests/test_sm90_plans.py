@@ -13,7 +13,7 @@ import torch
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.workloads import GEMM_ROWS
 from rlk.kernels._native.cuda import CudaSource
-from rlk.kernels.det_gemm import sm90
+from rlk.kernels.det_gemm import sm90, sm90_tokens
 from rlk.kernels.det_gemm.sm90_plans import DEPTH, MOST_LEAVES, Plan, desks, product_plan, stage_bytes
 from rlk.kernels.registry import declared_kernels
 
@@ -58,11 +58,20 @@ def test_only_hopper_and_whole_stages_come_here() -> None:
     assert product_plan(1024, 4096, 1, True) is None
 
 
+def test_a_weight_gradient_of_eight_leaves_fits_a_multiprocessor_and_comes_here_on_hopper_only() -> None:
+    assert sm90_tokens.SHARED_BYTES <= SHARED_BYTES
+    assert sm90_tokens.STAGES >= 4  # warps that copy in turn
+    assert sm90_tokens.COLUMNS % 64 == 0
+    x = torch.ones(16, 4096, dtype=torch.bfloat16)
+    assert not sm90_tokens.takes(x, x, sm90_tokens.LEAVES)
+
+
 def test_the_instruction_names_every_accumulator_once() -> None:
-    text = sm90._instruction(48, True)
+    text = sm90.instruction(48, True)
     assert "m64n48k16.f32.bf16.bf16" in text
     assert [int(i) for i in re.findall(r'"\+f"\(acc\[(\d+)\]\)', text)] == list(range(24))
     assert text.count(", 0, 1;") == 1
+    assert sm90.instruction(48, True, a_across=True).count(", 1, 1;") == 1
 
 
 def test_the_kernel_id_is_declared_and_covers_the_source(tmp_path: Path) -> None:
@@ -71,6 +80,15 @@ def test_the_kernel_id_is_declared_and_covers_the_source(tmp_path: Path) -> None
     changed = tmp_path / "sm90.cu.h"
     changed.write_text(sm90.SOURCE.files[0].read_text() + "\n")
     assert CudaSource("det_gemm", changed, *sm90.SOURCE.files[1:]).kernel_id != sm90.SOURCE.kernel_id
+
+
+def test_the_weight_gradients_kernel_is_declared_and_covers_its_sources(tmp_path: Path) -> None:
+    files = sm90_tokens.SOURCE.files
+    assert declared_kernels()[sm90_tokens.SOURCE.kernel_id] == ("det_gemm", "lm_head", "batch_invariant_logp")
+    for i, path in enumerate(files):
+        changed = tmp_path / path.name
+        changed.write_text(path.read_text() + "\n")
+        assert CudaSource("det_gemm", *files[:i], changed, *files[i + 1 :]).kernel_id != sm90_tokens.SOURCE.kernel_id
 
 
 def test_recorded_times_are_those_of_the_tables() -> None:
