@@ -78,7 +78,7 @@ def _rows() -> Iterator[tuple[str, str, float, int, float]]:
 
 def _sampling() -> Iterator[tuple[str, str, float, int, float]]:
     for case, row in _read("sampling")["times"].items():
-        if found := re.fullmatch(r"sampling (\d+) rows normal", case):
+        if (found := re.fullmatch(r"sampling (\d+) rows normal", case)) and "top_p" in row:
             yield "top-p draw and logp", "torch", 1.0, int(found[1]), row["top_p"]["median_us"] / row["torch top_p"]["median_us"]
 
 

@@ -191,8 +191,10 @@ def times(report: Report) -> None:
     failed = torch.zeros(3, dtype=torch.int64, device=CARD)
     for rows, (shape, logits) in itertools.product((1, 16, 128), (("normal", draw_logits(128, 1.0)), ("peaked", peaked(128)))):
         z = logits[:rows].contiguous()
-        sampler, arms = make(rows), dict[str, Callable[[], None]]()
+        arms, samplers = dict[str, Callable[[], None]](), list[DeviceSampler]()
         for name, kind in (("top_p", KINDS[0]), ("all", KINDS[1]), ("top_k", KINDS[3]), ("both", KINDS[4])):
+            sampler = make(rows)  # one for each arm: a replay reads what its sampler staged last
+            samplers.append(sampler)
             staged = sampler.stage([SamplingParams(**kind, seed=i) for i in range(rows)], range(rows))  # type: ignore[arg-type]
             arms[name] = graphed(lambda staged=staged, z=z, sampler=sampler: sampler.sample(z, staged))[0]
             if name == "top_p":
@@ -202,6 +204,9 @@ def times(report: Report) -> None:
         if shape == "normal":
             arms["torch top_p"] = graphed(lambda z=z: _torch_sample(z, 0.95))[0]
         report.timed(f"sampling {rows} rows {shape}", arms)
+        for sampler in samplers:
+            sampler.check()
+    report.holds("every row that was timed was drawn", not failed.any())
     for rows in (1, 16, 128):
         sampler, z = make(rows), draw_logits(rows, 1.0)
         params = [SamplingParams(temperature=0.7, top_p=0.95, seed=i) for i in range(rows)]
