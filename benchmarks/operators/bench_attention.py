@@ -5,7 +5,7 @@
 Qwen3-8B's heads. Bytes come first: a decode step is compared with the prefill of the same tokens, prefill and gradients with the kernels
 that every card runs, and nothing is timed where they differ. A decode step runs as many layers as fill the second-level cache several
 times, each with pages of its own, in one graph; its time is that of all of them. once: every kernel once, for a profiler. Writes
-$OUT/bench_attention.json after every section.
+$OUT/bench_attention.json after every section but that.
 """
 
 from __future__ import annotations
@@ -185,5 +185,6 @@ if __name__ == "__main__":
     found, path = Report(), Path(os.environ.get("OUT", ".")) / "bench_attention.json"
     for name in sys.argv[1:] or SECTIONS:
         found.run(name, {**SECTIONS, "once": once}[name])
-        path.write_text(json.dumps({**environment(), **found.facts()}, indent=1) + "\n")
+        if name != "once":
+            path.write_text(json.dumps({**environment(), **found.facts()}, indent=1) + "\n")
     sys.exit(1 if found.failed else 0)
