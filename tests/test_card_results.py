@@ -106,9 +106,19 @@ def test_a_thousand_repetitions_gave_one_digest_and_graphs_the_same_bytes() -> N
     assert all(found["ok"] for found in record["checks"].values())
 
 
-def test_the_memory_checker_saw_the_planted_fault_and_its_findings_add_up() -> None:
+PLANTED = {"end": {"past the end", "one past the end"}, "start": {"before the start"}, "memcheck": {"past the end"}, "racecheck": {"race"}}
+
+
+def test_the_memory_checks_saw_the_planted_faults_and_covered_the_same_parts() -> None:
     record = json.loads((RESULTS / "memory_h200.json").read_text())
-    parts = record["parts"]
-    control = parts.pop("past the end")
-    assert control["errors"] > 0
-    assert record["failed"] == sorted(name for name, found in parts.items() if found["errors"] or not found["ended"])
+    assert "H200" in record["card"]
+    assert set(record["checks"]) == set(PLANTED)
+    failed, parts = [], set()
+    for check, held in record["checks"].items():
+        unclean = {part for part, found in held.items() if found["errors"] != 0 or not found["ended"]}
+        assert PLANTED[check] <= unclean
+        failed += [f"{check}: {part}" for part in unclean - PLANTED[check]]
+        parts.add(frozenset(held) - PLANTED[check])
+    assert record["failed"] == sorted(failed)
+    assert len(parts) == 1
+    assert len(*parts) > 2 * len(OPERATORS)
