@@ -20,7 +20,7 @@ LEAVES = 8
 ROWS, COLUMNS, DEPTH, STAGES = 128, 192, 32, 6
 """Rows and columns of a block's tile, tokens of a stage, stages of the ring."""
 _CHUNK, _CLUSTER, _WORKERS, _SCHEDULE_THREADS = 64, 2, 256, 128
-_LEAST_WEIGHTS = 1 << 20
+_LEAST_WEIGHTS, _MOST_FILL = 1 << 20, 1.125
 SHARED_BYTES = 1024 + STAGES * ((ROWS + COLUMNS) * DEPTH * 2 + 16) + 4 * _WORKERS * COLUMNS // 2 + 4 * LEAVES
 """Shared memory of a block: stages, barriers, pairs of leaves that wait, steps of each leaf."""
 
@@ -32,9 +32,14 @@ class _Problem(ctypes.Structure):
     ]
 
 
-def takes(x: torch.Tensor, dy: torch.Tensor, leaves: int) -> bool:
-    """Whether this card has this kernel, there is enough to do for it, and its copy engine can read whole chunks of the operands."""
+def takes(x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, leaves: int) -> bool:
+    """Whether this card has this kernel, there is enough to do for it, and its copy engine can read the operands in long runs.
+
+    Much fill in ``index`` means samples of a few hundred tokens and runs of a few, each of which costs as much as a long one.
+    """
     if not hopper(x.device) or not x.numel() or leaves != LEAVES or x.shape[1] * dy.shape[1] < _LEAST_WEIGHTS:
+        return False
+    if index.numel() > _MOST_FILL * x.shape[0]:
         return False
     return all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1 and t.shape[1] % _CHUNK == 0 for t in (x, dy))
 

@@ -330,7 +330,7 @@ def weight_grad(
     rows, columns = dy.shape[1], x.shape[1]
     describable = rows * dy.element_size() % 16 == 0 and columns * x.element_size() % 16 == 0
     out = x.new_empty(rows, columns, dtype=torch.float32)
-    if not tile and sm90_tokens.takes(x, dy, offsets.numel() - 1):
+    if not tile and sm90_tokens.takes(x, dy, index, offsets.numel() - 1):
         sm90_tokens.weight_grad(op, x, dy, index, offsets, out)
         return out
     tile = tile or token_tile(platform(), describable)
