@@ -60,7 +60,18 @@ def test_a_training_step_is_timed_beside_equal_gradients() -> None:
     assert set(result["times_ms"]) == set(result["peak_allocated"]) == set(result["profile"])
 
 
-@pytest.mark.parametrize("name", ["engines_h200.json", "e2e_h200.json", "training_h200.json"])
+def test_parts_of_a_step_are_timed_beside_equal_bytes() -> None:
+    result = read("engine_steps_h200.json")
+    parts = [part for part in result.values() if isinstance(part, dict) and "differ" in part]
+    assert len(parts) == 4
+    for part in parts:
+        assert set(part["differ"].values()) == {0}
+        assert {"tree", "committed", "what"} <= set(part)
+    assert result["check_vllm"]["failed"] == []
+    assert len(result["check_vllm"]["checks"]) == 20
+
+
+@pytest.mark.parametrize("name", ["engines_h200.json", "e2e_h200.json", "training_h200.json", "engine_steps_h200.json"])
 def test_results_name_no_place_of_the_machine(name: str) -> None:
     text = (RESULTS / name).read_text()
     assert not re.search(r'"/(tmp|root|home|dev|work)\b', text)
