@@ -14,7 +14,7 @@ from rlk.kernels.attention import triton as attention
 from rlk.kernels.serving import triton as serving
 from rlk.kernels.swiglu import triton as swiglu
 
-EARLY = {"_rotate_into", "_forward", "attention_decode"}
+EARLY = {"_rotate_into", "_add_norm", "_forward", "attention_decode"}
 
 
 def test_a_cpu_never_overlaps() -> None:

@@ -25,15 +25,14 @@ class _Problem(ctypes.Structure):
 
 def takes(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, leaves: int, depth: int) -> bool:
     """Whether this card has these kernels, and its copy engine can read the operands in stages that end where leaves of ``depth`` end."""
-    if not hopper(out.device) or not out.numel() or not a.numel() or leaves > MOST_LEAVES:
+    if not _hopper(out.device) or not out.numel() or not a.numel() or leaves > MOST_LEAVES:
         return False
     aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 for x in (a, b))
     return aligned and out.shape[1] % 8 == 0 and depth % DEPTH == 0
 
 
 @functools.cache
-def hopper(device: torch.device) -> bool:
-    """Whether these kernels run on this device."""
+def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -62,14 +61,14 @@ def _kernel(device: torch.device, plan: Plan, waiting: Desks, across: bool, floa
         **{f"KEEP{level}": kept for level, kept in enumerate(waiting.kept)},
         **{f"SHARED{level}": shared for level, shared in enumerate(waiting.shared)},
     }  # fmt: skip
-    code = SOURCE.compiled(definitions, {"wgmma.h": instruction(plan.columns, across)})
+    code = SOURCE.compiled(definitions, {"wgmma.h": _instruction(plan.columns, across)})
     workers = 128 * plan.consumers
     shared = 1024 + plan.stages * (stage_bytes(plan, across) + 16) + 4 * workers * sum(waiting.shared)
     exchanged = 1024 + 4 * workers * plan.columns // 2 if plan.groups > 1 else 0
     return CudaKernel(code, "product", device, workers + 128, max(shared, exchanged))
 
 
-def instruction(columns: int, across: bool, a_across: bool = False) -> str:
+def _instruction(columns: int, across: bool) -> str:
     """The matrix instruction of 64 rows, ``columns`` columns and 16 products, as a function: its operands are the accumulators by name."""
     floats = columns // 2
     names, operands = (", ".join(template.format(i) for i in range(floats)) for template in ("%{}", '"+f"(acc[{}])'))
@@ -77,7 +76,7 @@ def instruction(columns: int, across: bool, a_across: bool = False) -> str:
         f"__device__ __forceinline__ void multiply(float (&acc)[{floats}], unsigned long long a, unsigned long long b, int keep) {{\n"
         f'asm volatile("{{\\n.reg .pred keep;\\nsetp.ne.b32 keep, %{floats + 2}, 0;\\n"\n'
         f'"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{names}}}, %{floats}, %{floats + 1}, keep, 1, 1, '
-        f'{int(a_across)}, {int(across)};\\n}}" : {operands} : "l"(a), "l"(b), "r"(keep));\n}}\n'
+        f'0, {int(across)};\\n}}" : {operands} : "l"(a), "l"(b), "r"(keep));\n}}\n'
     )
 
 

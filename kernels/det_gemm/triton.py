@@ -17,7 +17,7 @@ from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.fold import fold_leaves
 from rlk.kernels._triton.launch import platform, processors
 from rlk.kernels._triton.numerics import with_quiet_nan
-from rlk.kernels.det_gemm import sm90, sm90_tokens
+from rlk.kernels.det_gemm import sm90
 from rlk.kernels.det_gemm.cpu import det_gemm, det_gemm_input_grad
 from rlk.kernels.det_gemm.sm90_plans import product_plan
 from rlk.kernels.det_gemm.triton_tiles import Tile, product_tile, token_tile
@@ -325,15 +325,12 @@ def _contract_by_shape(op: str, a: torch.Tensor, b: torch.Tensor, transposed: bo
 def weight_grad(
     op: str, x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, tile: Tile | None = None
 ) -> torch.Tensor:
-    """dyᵀ·x: [T, K] and [T, N] to [N, K] fp32, contracted over tokens in leaf order; by Triton if a tile is given."""
+    """dyᵀ·x: [T, K] and [T, N] to [N, K] fp32, contracted over tokens in leaf order."""
     x, dy, index, offsets = _contiguous_rows(x), _contiguous_rows(dy), index.contiguous(), offsets.contiguous()
     rows, columns = dy.shape[1], x.shape[1]
     describable = rows * dy.element_size() % 16 == 0 and columns * x.element_size() % 16 == 0
-    out = x.new_empty(rows, columns, dtype=torch.float32)
-    if not tile and sm90_tokens.takes(x, dy, index, offsets.numel() - 1):
-        sm90_tokens.weight_grad(op, x, dy, index, offsets, out)
-        return out
     tile = tile or token_tile(platform(), describable)
+    out = x.new_empty(rows, columns, dtype=torch.float32)
     programs, desks, shape = _going_on(out, tile, offsets.numel() - 1)
     if tile.descriptors and describable:
         a, b = (_gathered(source, index, offsets, tile.depth) for source in (dy, x))

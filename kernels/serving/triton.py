@@ -1,7 +1,6 @@
 """Triton backend of serving: one launch per step, the arithmetic of rms_norm and rope.
 
-No slot, position or page is read by the host, so a graph can capture every launch. A slot outside the cache is not written. On Hopper a
-kernel in CUDA C++ adds and normalises instead (``sm90``), whose bytes are the same.
+No slot, position or page is read by the host, so a graph can capture every launch. A slot outside the cache is not written.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +13,6 @@ import triton.language as tl
 from rlk.kernels import overlap
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.numerics import bf16, reciprocal_root, row_tree
-from rlk.kernels.serving import sm90
 
 SOURCE = TritonSource("serving")
 
@@ -91,8 +89,13 @@ def _rotate_into(
 
 
 @triton.jit
-def _add_norm(x, y, gamma, total, normed, rows, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm(
+    x, y, gamma, total, normed, rows, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """ROWS rows of both results. Grid: (blocks of rows,)."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     at = row[:, None] * WIDTH + column[None, :]
@@ -133,14 +136,12 @@ def rotate_into_cache(
 
 def add_rms_norm(x: torch.Tensor, y: torch.Tensor, gamma: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = x.contiguous(), y.contiguous()
-    if sm90.takes(x, y, gamma):
-        return sm90.add_rms_norm(x, y, gamma, eps)
     total, normed, (rows, width) = torch.empty_like(x), torch.empty_like(x), x.shape
     block = triton.next_power_of_2(width)
     each = max(1, 1024 // block)
     SOURCE.launch(
         _add_norm, (triton.cdiv(rows, each),), x, y, gamma, total, normed, rows, eps, op="rms_norm",
-        warps=min(16, max(1, each * block // 2048)), WIDTH=width, ROWS=each, BLOCK=block,
+        warps=min(16, max(1, each * block // 2048)), WIDTH=width, ROWS=each, BLOCK=block, **overlap.constants(),
     )  # fmt: skip
     return total, normed
 
