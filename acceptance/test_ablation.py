@@ -11,6 +11,7 @@ from acceptance.engines import Runs, compare_logprobs, hand_in_run, kernels_of
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
 from rlk.acceptance.judge import Findings, judge_cell
+from rlk.acceptance.matrix import ROUTE_OPERATORS
 from rlk.contract.arms import ARMS, MIXED_MODES, ROUTES, Arm, Side, routes_of
 from rlk.evidence.schema import KernelUse, Status
 from rlk.kernels.registry import declared_kernels
@@ -32,13 +33,17 @@ def test_arm(cell: Cell, evidence: Evidence, runs: Runs) -> None:
 
 
 def require_routes(arm: Arm, engines: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError unless every route ran, in modules whose operators, looked up in the live engine, are those of the arm."""
+    """Raise ValueError unless every route ran, in modules whose operators, looked up in the live engine, are those of the arm, and the
+    backward pass ran kernels of all the arm's operators and of no other."""
     for side in SIDES:
         own = routes_of(arm.mode(side))
         for route in ROUTES:
             operators, runs = engines[side]["operators"][route], engines[side]["routes"][route]["runs"]
             if operators != ("rlk" if route in own else "native") or not runs:
                 raise ValueError(f"{arm.name}: {route} of the {side} side ran {runs} times with {operators} operators")
+    ran = {kernel["op"].partition(".")[0] for kernel in engines["train"]["routes"]["backward"]["kernels"]}
+    if ran != (named := {op for route in routes_of(arm.mode("train")) for op in ROUTE_OPERATORS[route]}):
+        raise ValueError(f"{arm.name}: the backward pass ran kernels of {sorted(ran)}, the arm names {sorted(named)}")
 
 
 def plant(cell: Cell, evidence: Evidence, summary: RunSummary) -> None:

@@ -50,6 +50,8 @@ def operators_of(*operators: str) -> list[str]:
 def engine(cell: Cell, side: str, operators: dict[str, str]) -> dict[str, Any]:
     """The read-back of an engine that ran exactly what the cell asks for."""
     routes = {route: {"runs": 3, "kernels": ran(*(op for name, op in cell.strict if name == f"{side}.{route}"))} for route in ROUTES}
+    if side == "train":
+        routes["backward"] = {"runs": 3, "kernels": ran(*sorted({f"{op}.backward" for name, op in cell.strict if name.startswith(side)}))}
     total: dict[tuple[str, str], dict[str, Any]] = {}
     for what in routes.values():
         for kernel in what["kernels"]:
@@ -111,6 +113,15 @@ def test_a_route_in_other_modules_or_that_never_ran_ends_the_cell() -> None:
     found = engines(cell)
     found["train"]["routes"]["logp"]["runs"] = 0
     with pytest.raises(ValueError, match="logp of the train side ran 0 times"):
+        cells.require_routes(arm, found)
+
+
+@pytest.mark.parametrize("kernels", [[], ran("rms_norm.backward", "det_gemm.input_grad", "swiglu.backward", "rope.backward")])
+def test_a_backward_pass_of_other_operators_ends_the_cell(kernels: Kernels) -> None:
+    cell, arm = cell_of("M010"), next(arm for arm in ARMS if arm.name == "M010")
+    found = engines(cell)
+    found["train"]["routes"]["backward"]["kernels"] = kernels
+    with pytest.raises(ValueError, match="M010: the backward pass ran kernels of"):
         cells.require_routes(arm, found)
 
 

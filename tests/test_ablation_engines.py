@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlk.acceptance.matrix import ROUTE_OPERATORS
 from rlk.contract.arms import MIXED_MODES, ROUTES, routes_of
 from rlk.contract.numerics import ContractError
 from rlk.contract.records import Request, Response
@@ -94,6 +95,8 @@ def test_a_mixed_trainer_computes_each_route_with_the_operators_of_its_mode(chec
     _, strict, wanted = update("strict", checkpoint)
     found, own = trainer.readback(), routes_of(mode)
     assert found["operators"] == {route: "rlk" if route in own else "native" for route in ROUTES}
+    backward = {kernel["op"].partition(".")[0] for kernel in found["routes"]["backward"]["kernels"]}
+    assert backward == {op for route in own for op in ROUTE_OPERATORS[route]}
     for route in ROUTES:
         assert found["routes"][route]["runs"] > 0
         assert bool(found["routes"][route]["kernels"]) == (route in own)

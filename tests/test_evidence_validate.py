@@ -209,6 +209,8 @@ def test_shards_join_into_one_verdict(tmp_path: Path) -> None:
     assert (verdict.status, verdict.passed, verdict.not_selected) == ("PASS", 3, 0)
     assert validate_run(tmp_path / "whole") == []
     assert json.loads((tmp_path / "whole" / "environment.json").read_text())["shards"] == ["shard0", "shard1"]
+    merge([tmp_path / "whole"], tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "environment.json").read_text())["shards"][1:] == ["shard0", "shard1"]
     assert merge([*shards, shards[0]], tmp_path / "same_twice").status == "PASS"
     assert merge(shards[:1], tmp_path / "half").status == "MISSING"
     with pytest.raises(RunDirectoryError, match="exists"):
@@ -231,6 +233,7 @@ def test_a_red_shard_and_a_troubled_one_make_the_whole_red(tmp_path: Path) -> No
         ({"provenance": source(sha="", problem="?"), "trouble": ("?",)}, "clean checkout"),
         ({"environment": {"packages": {"torch": "2.12.0"}, "numerics": {"mma_k": 16}}}, "differ in packages"),
         ({"environment": {"packages": {"torch": "2.13.0"}, "numerics": {"mma_k": 8}}}, "differ in numerics"),
+        ({"environment": {"packages": {"torch": "2.13.0"}, "numerics": {"mma_k": 16}, "gpus": [{"name": "A"}]}}, "differ in cards"),
         ({"declared_kernels": {**DECLARED, "cpu:rope:0123456789ab": ("rope",)}}, "differ in kernels"),
         ({"matrix": tuple(c.row().model_copy(update={"facts": ("x",)}) for c in CELLS)}, "own evidence says"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from rlk.acceptance.collector import Evidence
 from rlk.acceptance.judge import Findings, conclude, judge_cell
 from rlk.acceptance.revision import NO_DIGESTS, Outcome, Revision, RevisionRefused, compare_runs, exit_code
 from rlk.acceptance.revision_page import RevisionView, write_comparison
-from rlk.acceptance.validate import seal
+from rlk.acceptance.validate import merge, seal
 from rlk.contract.judgments import FORWARD_ACCURACY
 from rlk.evidence.accuracy import measure_accuracy
 from rlk.evidence.bytes import PIECE, compare, digest
@@ -224,8 +225,22 @@ def test_runs_that_are_not_what_they_were_are_refused(compared: Compare, tmp_pat
     whole = Run().write(tmp_path / "whole")
     with pytest.raises(RevisionRefused, match="both sides are run whole"):
         compare_runs(whole, whole, "")
+    merge([whole], tmp_path / "joined")
+    merge([tmp_path / "joined"], tmp_path / "joined_again")
+    for joined in ("joined", "joined_again"):
+        with pytest.raises(RevisionRefused, match="both sides are run whole"):
+            compare_runs(whole, tmp_path / joined, "")
     with pytest.raises(RevisionRefused, match="no run directory"):
         compare_runs(tmp_path / "none", tmp_path / "candidate", "")
+
+
+def test_a_red_measurement_turned_green_everywhere_is_refused(compared: Compare, tmp_path: Path) -> None:
+    compared(Run(), Run())
+    for name in ("cells.jsonl", "report.json"):
+        path = tmp_path / "candidate" / name
+        path.write_text(re.sub(r'"worst_excess": ?[^,\s}]+', '"worst_excess": 1.0', path.read_text()))
+    with pytest.raises(RevisionRefused, match=r"the candidate is not sealed, and \S+forward_accuracy is PASS, but its own evidence says"):
+        compare_runs(tmp_path / "baseline", tmp_path / "candidate", "")
 
 
 def test_two_platforms_are_refused(tmp_path: Path) -> None:

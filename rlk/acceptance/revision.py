@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from rlk.acceptance.validate import read_run
+from rlk.acceptance.validate import read_run, refuted, run_ids
 from rlk.evidence.rundir import RunDirectory, new_run_id
 from rlk.evidence.schema import CellRecord, Count, Finite, MatrixRow, Milliseconds, Record, Report, Status
 
@@ -133,12 +133,12 @@ class Revision(Record):
 def compare_runs(baseline: Path, candidate: Path, command: str) -> Revision:
     """Compare two run directories of one platform, of this or an earlier version of rlk.
 
-    Raises RevisionRefused for two platforms, for one run on both sides, and for a run that is not whole, contradicts itself or is not what
-    was sealed.
+    Raises RevisionRefused for two platforms, for one run on both sides, whole or as a shard, and for a run that is not whole, contradicts
+    itself, is not what was sealed, or, unsealed, has a green cell that this version's judge refutes.
     """
     reports = _whole("baseline", baseline), _whole("candidate", candidate)
-    if reports[0].run_id == reports[1].run_id:
-        raise RevisionRefused(f"both sides are run {reports[0].run_id}: run the suite once more, or name another directory")
+    if both := [run for run in run_ids(reports[0]) if run in run_ids(reports[1])]:
+        raise RevisionRefused(f"both sides are run {both[0]}: run the suite once more, or name another directory")
     platforms = [report.session.platform for report in reports]
     if platforms[0] != platforms[1]:
         raise RevisionRefused(f"a run on {platforms[0]} against one on {platforms[1]}: bytes are compared within one platform")
@@ -183,6 +183,8 @@ def _whole(role: str, path: Path) -> Report:
     report, problems = read_run(path)
     if report is None or problems:
         raise RevisionRefused(f"the {role} is no evidence, run it again: {'; '.join(problems)}")
+    if not RunDirectory(path).sealed and (wrong := refuted(report)):
+        raise RevisionRefused(f"the {role} is not sealed, and {wrong[0]}: `rlk validate --seal` it with its own commit, or run it again")
     return report
 
 

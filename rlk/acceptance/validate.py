@@ -89,9 +89,9 @@ def seal(path: Path) -> Path:
 def merge(paths: Sequence[Path], target: Path) -> Verdict:
     """Join shards into the new run directory ``target`` and judge all of their cells together.
 
-    Every shard must be valid and clean; commit, tree, platform, matrix, kernels, packages and numerics must agree. A cell that several
-    shards hold must be the same record in each. Faults of a shard's session are faults of the whole. Raises ValidationRefused, or
-    RunDirectoryError if ``target`` exists.
+    Every shard must be valid and clean; commit, tree, platform, matrix, kernels, packages, numerics and kinds of card must agree. A cell
+    that several shards hold must be the same record in each. Faults of a shard's session are faults of the whole. Raises
+    ValidationRefused, or RunDirectoryError if ``target`` exists.
     """
     if not paths:
         raise ValidationRefused("nothing to merge: name at least one run directory")
@@ -106,7 +106,7 @@ def merge(paths: Sequence[Path], target: Path) -> Verdict:
     trouble = [f"{report.run_id}: {reason}" for report in reports for reason in report.session.trouble]
     session = SessionFacts(platform=first.session.platform, trouble=tuple(trouble))
     judged, verdict = conclude([Cell.from_row(row) for row in first.matrix], records, session)
-    environment: dict[str, Any] = {**first.environment, "shards": [report.run_id for report in reports]}
+    environment: dict[str, Any] = {**first.environment, "shards": list(dict.fromkeys(run for report in reports for run in run_ids(report)))}
     whole = Report(
         schema_version=first.schema_version,
         run_id=new_run_id(),
@@ -129,6 +129,12 @@ def merge(paths: Sequence[Path], target: Path) -> Verdict:
         directory.append_json("cells.jsonl", record.model_dump(mode="json"))
     write_report(directory, whole)
     return verdict
+
+
+def run_ids(report: Report) -> list[str]:
+    """The run's own id and those of the shards that were joined into it."""
+    shards = report.environment.get("shards")
+    return [report.run_id, *(map(str, shards) if isinstance(shards, list) else ())]
 
 
 def _environment(path: Path, report: Report) -> list[str]:
@@ -174,7 +180,13 @@ def _own_judgment(report: Report) -> list[str]:
     problems = []
     if report.matrix_source == OWN_MATRIX and cells != list(enumerate_cells(report.session.platform)):
         problems.append("the matrix is not the one this version of rlk enumerates: validate with the commit of the run")
-    by_id = {cell.cell_id: cell for cell in cells}
+    return problems + refuted(report)
+
+
+def refuted(report: Report) -> list[str]:
+    """Green records of a report, whose matrix agrees with itself, that this version's judge does not find green."""
+    by_id = {row.cell_id: Cell.from_row(row) for row in report.matrix}
+    problems = []
     for record in report.records:
         reasons = rejudge(by_id[record.cell_id], record, report.declared_kernels) if record.cell_id in by_id else []
         problems += [f"{record.cell_id} is PASS, but its own evidence says: {reason}" for reason in reasons[:1]]
@@ -223,10 +235,18 @@ def _require_same(first_path: Path, first: Report, path: Path, report: Report) -
         "kernels": (first.declared_kernels, report.declared_kernels),
         "packages": (first.environment.get("packages"), report.environment.get("packages")),
         "numerics": (first.environment.get("numerics"), report.environment.get("numerics")),
+        "cards": (_cards(first), _cards(report)),
     }
     for what, (a, b) in pairs.items():
         if a != b:
             raise ValidationRefused(f"{path.name} and {first_path.name} differ in {what}: merge shards of one commit and one environment")
+
+
+def _cards(report: Report) -> set[tuple[str, str]]:
+    """Name and capability of each kind of card; a session may see more or fewer of one kind."""
+    gpus = report.environment.get("gpus")
+    found = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    return {(str(gpu.get("name")), str(gpu.get("capability"))) for gpu in found}
 
 
 def _union(paths: Sequence[Path]) -> list[CellRecord]:
