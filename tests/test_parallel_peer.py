@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rlk.parallel.peer import BLOCKS, SLOT, THREADS, divided
+from rlk.parallel.collectives import Group
+from rlk.parallel.peer import BLOCKS, MOST, SLOT, THREADS, Peer, divided
+from rlk.parallel.transport import Gloo
 
 VECTORS = (
     1,
@@ -51,3 +55,32 @@ def test_small_sums_spread_over_blocks_and_large_ones_fill_them() -> None:
     assert divided(BLOCKS * THREADS) == (BLOCKS, THREADS)
     assert divided(100 * BLOCKS * SLOT) == (BLOCKS, SLOT)
     assert Counter(block for block, _, _ in rooms(2 * BLOCKS * SLOT, 1)) == dict.fromkeys(range(BLOCKS), 2)
+
+
+def without_card(ranks: int) -> Peer:
+    peer = Peer.__new__(Peer)
+    peer.rank, peer.size, peer._form = 0, ranks, "whole" if ranks == 2 else "sliced"
+    return peer
+
+
+def test_what_lies_in_host_memory_never_reaches_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gloo, "gather", lambda self, piece: torch.stack([piece, piece]))
+    monkeypatch.setattr(Gloo, "exchange", lambda self, rows: torch.stack([rows[0], rows[0]]))
+    group = Group.__new__(Group)
+    group.name, group.rank, group.size, group._mover = "tp", 0, 2, without_card(2)
+    group.link = SimpleNamespace(checking=False, message_bytes=1 << 28, run=lambda call, *_: call())  # type: ignore[assignment]
+    held = torch.tensor([1.5, -0.0, 3.0, 4.0])
+    (every,) = group.all_gather_many([held])
+    assert torch.equal(every, torch.stack([held, held]))
+    assert torch.equal(group.tree_all_reduce(held[:2].repeat(2)), 2 * held[:2].repeat(2))
+
+
+def test_a_sum_that_the_kernels_cannot_count_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"{MOST + 1} elements"):
+        without_card(2).tree_sum(torch.empty(MOST + 1, device="meta"), torch.float32)
+
+
+def test_bytes_sent_are_those_of_the_form() -> None:
+    part = torch.empty(1000, device="meta")
+    assert without_card(2).bytes_sent(part, torch.bfloat16) == 4000
+    assert without_card(8).bytes_sent(part, torch.bfloat16) == 7 * 125 * 6

@@ -42,6 +42,13 @@ def test_how_many_shards_are_squared_at_a_time_changes_nothing(monkeypatch: pyte
     assert torch.equal(block_squares(shards, 1024), found)
 
 
+def test_a_scalar_is_updated_like_a_row_of_one() -> None:
+    held, row = ([torch.full(shape, value) for value in (0.5, 0.25, 0.125, 2.0)] for shape in ((), (1,)))
+    for master, m, v, gradient in (held, row):
+        adam(master.bfloat16(), master, m, v, gradient, AdamParams().step(1), scale=1.0, decays=True)
+    assert [tensor.item() for tensor in held] == [tensor.item() for tensor in row]
+
+
 def test_wrong_operands_are_refused() -> None:
     ones, step = torch.ones(4, 4), AdamParams().step(1)
     with pytest.raises(ValueError, match="weight"):

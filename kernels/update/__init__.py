@@ -42,5 +42,7 @@ def block_squares(shards: torch.Tensor, block: int, *, backend: str | None = Non
         raise ValueError(
             f"block_squares: shards {tuple(shards.shape)} {shards.dtype} must be fp32 [shards, …], block={block} a power of two"
         )
+    if shards.dim() > 3 or shards.stride(-1) != 1:  # a backend reads rows of whole columns
+        shards = shards.contiguous()
     result: torch.Tensor = select("update.block_squares", _SQUARES, backend, shards.device)(shards, block)
     return result

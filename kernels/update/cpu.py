@@ -31,7 +31,11 @@ def adam(
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:
-    return x.sqrt_() if x.is_cuda else torch.from_numpy(np.sqrt(x.numpy()))
+    if x.is_cuda:
+        return x.sqrt_()
+    held = x.numpy()
+    np.sqrt(held, out=held)
+    return x
 
 
 def block_squares(shards: torch.Tensor, block: int) -> torch.Tensor:

@@ -69,10 +69,10 @@ class Group:
         """
         if self._mover is None:
             return self.tree_reduce_scatter(part).to(dtype).reshape(part.shape)
-        if isinstance(self._mover, Peer) and part.dtype == torch.float32 and dtype in (torch.float32, torch.bfloat16):
+        if isinstance(self._mover, Peer) and part.is_cuda and part.dtype == torch.float32 and dtype in (torch.float32, torch.bfloat16):
             mover = self._mover
             self._check("tree_all_reduce", [part])
-            return self.link.run(lambda: mover.tree_sum(part, dtype), self.name, "tree_all_reduce", (self.size - 1) * part.nbytes)
+            return self.link.run(lambda: mover.tree_sum(part, dtype), self.name, "tree_all_reduce", mover.bytes_sent(part, dtype))
         if part.dtype == torch.float32 and 0 < part.nbytes <= self._mover.whole_below:
             (parts,) = self.all_gather_many([part])
             return fold_pairs(list(parts), torch.add).to(dtype)

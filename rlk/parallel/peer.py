@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 SOURCE = CudaSource("tree_sum", Path(__file__).with_name("peer.cu.h"), Path(__file__))
 THREADS, BLOCKS, SLOT = 512, 132, 4096
 """SLOT: vectors of 16 bytes that a block sends to one rank in one step, at most."""
+MOST = 2**31 - 4
+"""Elements of a sum: the kernels count them in 32 bits, to the end of the last vector."""
 
 Form = Literal["whole", "sliced", "move"]
 
 
 class Peer(Gloo):
-    """Each rank of a group makes its own, with its current card, at the same point; one stream of each calls them in the same order.
+    """Each rank of a group makes its own, with its current card, at the same point; one stream of each calls them in the same order. What
+    lies in host memory goes over Gloo.
 
     Nothing waits for the host. A kernel that a rank leaves unanswered for the link's grace ends with an error of the card, which the host
     meets where it waits next, and :meth:`rlk.parallel.link.Link.unit` turns into the name of that rank.
@@ -51,21 +54,29 @@ class Peer(Gloo):
         self._windows = [self._window.data_ptr() if rank == link.rank else _mapped(*json.loads(every[rank])) for rank in members]
 
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
-        return self._move(piece, 0)
+        return self._move(piece, 0) if piece.is_cuda else super().gather(piece)
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._move(rows, 1)
+        return self._move(rows, 1) if rows.is_cuda else super().exchange(rows)
 
     def tree_sum(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of fp32 parts by the tree of adjacent pairs, rounded once to ``dtype``, fp32 or bf16."""
         return self.summed(part, dtype, self._form)
 
     def summed(self, part: torch.Tensor, dtype: torch.dtype, form: Form, blocks: int = BLOCKS, slot: int = SLOT) -> torch.Tensor:
-        """:meth:`tree_sum` in one of its forms."""
+        """:meth:`tree_sum` in one of its forms. Raises ValueError for more elements than the kernels can count."""
+        if part.numel() > MOST:
+            raise ValueError(f"a sum of {part.numel()} elements: cards add at most {MOST} at once, hand over the sum in pieces")
         out = torch.empty(part.shape, dtype=dtype, device=part.device)
         vectors = -(-part.numel() // 4)
         self._launch(form, part, out, vectors, vectors if form == "whole" else -(-vectors // self.size), 0, blocks, slot)
         return out
+
+    def bytes_sent(self, part: torch.Tensor, dtype: torch.dtype) -> int:
+        """Of :meth:`tree_sum`, to all other ranks: whole parts, or a slice of the part to each and a slice of the sum to all."""
+        if self._form == "whole":
+            return (self.size - 1) * part.nbytes
+        return (self.size - 1) * -(-part.numel() // self.size) * (part.element_size() + dtype.itemsize)
 
     def _move(self, sent: torch.Tensor, stride: int) -> torch.Tensor:
         """[n] to all, or row r of [ranks, n] to rank r -> [ranks, n]."""
