@@ -78,6 +78,8 @@ def refused(project: pytest.Pytester, *arguments: str) -> str:
         (("--baseline=HEAD", "--rootdir=."), "--rootdir does not go with --baseline"),
         (("--baseline=nowhere",), "--baseline 'nowhere' is no commit of this repository: `git fetch`, or name another"),
         (("--baseline=--all",), "--baseline '--all' is no commit"),
+        (("--baseline=",), "--baseline '' is no commit"),
+        (("--baseline=HEAD", "--candidate="), "--candidate '' is no commit"),
         (("--baseline=HEAD", "--candidate=nowhere"), "--candidate 'nowhere' is no commit"),
         (("--baseline=HEAD~1",), r"--baseline 'HEAD~1' has no acceptance suite \(rlk/acceptance/plugin.py\): name a later commit"),
         (("--baseline=HEAD", "-m", "gpu"), "-m 'gpu' names no platform"),
@@ -85,6 +87,14 @@ def refused(project: pytest.Pytester, *arguments: str) -> str:
 )
 def test_a_wrong_request_starts_nothing(project: pytest.Pytester, arguments: tuple[str, ...], reason: str) -> None:
     assert re.search(reason, refused(project, *arguments))
+
+
+def test_a_session_that_is_no_acceptance_session_does_not_ignore_a_comparison(project: pytest.Pytester) -> None:
+    project.makepyfile(test_other="def test_one(): pass")
+    for option in ("--baseline=HEAD", "--baseline=", "--candidate=HEAD"):
+        result = project.runpytest_inprocess("test_other.py", option, no_reraise_ctrlc=True)
+        assert result.ret == 2
+        result.stderr.fnmatch_lines(["acceptance: --baseline and --candidate compare runs of acceptance/: add that path"])
 
 
 def test_a_dirty_checkout_and_a_copy_without_git_are_refused(project: pytest.Pytester) -> None:

@@ -55,8 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    if not _is_acceptance(config) or config.option.help or config.option.version:
+    if config.option.help or config.option.version:
         return None
+    compares = config.option.baseline is not None or config.option.candidate is not None
+    if not _is_acceptance(config):
+        if compares:
+            print("acceptance: --baseline and --candidate compare runs of acceptance/: add that path", file=sys.stderr)
+        return 2 if compares else None
     asked = str(config.option.markexpr or "cpu").strip()
     try:
         platform = next((p for p in PLATFORMS if p == asked), None)
@@ -66,7 +71,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
             own_card_first(int(config.workerinput["workerid"].removeprefix("gw")))
         if refusal := why_not_here(platform) or _weakened(config):
             raise ValueError(refusal)
-        if config.option.baseline or config.option.candidate:
+        if compares:
             return _compare_revisions(config, platform)
         from rlk.acceptance.gate import Gate
 
@@ -85,7 +90,7 @@ def _compare_revisions(config: pytest.Config, platform: Platform) -> int:
     from rlk.acceptance.revision_runs import compare_revisions
 
     option, arguments = config.option, [str(argument) for argument in config.invocation_params.args]
-    if not option.baseline:
+    if option.baseline is None:
         raise ValueError("--candidate alone has nothing to be compared with: add --baseline REV")
     refused = {"--allow-dirty": option.allow_dirty, "--collect-only": option.collectonly, "--rootdir": option.rootdir}
     for name, given in refused.items():

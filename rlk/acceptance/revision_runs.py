@@ -90,7 +90,7 @@ def resolve(root: Path, baseline: str, candidate: str | None) -> tuple[str, str]
         raise RevisionRefused(f"--baseline needs a git checkout ({here.problem or here.source}): compare two runs with `rlk compare`")
     if here.dirty:
         raise RevisionRefused(f"the checkout is dirty ({', '.join(here.dirty_files[:3])}): commit, revisions are compared as committed")
-    return _commit(root, "--baseline", baseline), _commit(root, "--candidate", candidate or here.sha)
+    return _commit(root, "--baseline", baseline), _commit(root, "--candidate", here.sha if candidate is None else candidate)
 
 
 def _commit(root: Path, option: str, revision: str) -> str:
