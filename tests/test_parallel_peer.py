@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlk.contract.numerics import ContractError
 from rlk.parallel.collectives import Group
 from rlk.parallel.peer import BLOCKS, MOST, SLOT, THREADS, Peer, divided
 from rlk.parallel.transport import Gloo
@@ -75,7 +76,9 @@ def test_what_lies_in_host_memory_never_reaches_a_card(monkeypatch: pytest.Monke
     assert torch.equal(group.tree_all_reduce(held[:2].repeat(2)), 2 * held[:2].repeat(2))
 
 
-def test_a_sum_that_the_kernels_cannot_count_is_refused() -> None:
+def test_a_sum_that_the_kernels_cannot_form_is_refused() -> None:
+    with pytest.raises(ContractError, match="3 ranks are not a power of two"):  # the kernels' tree would leave the third part out
+        without_card(3).tree_sum(torch.empty(4, device="meta"), torch.float32)
     with pytest.raises(ValueError, match=f"{MOST + 1} elements"):
         without_card(2).tree_sum(torch.empty(MOST + 1, device="meta"), torch.float32)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
+from rlk.contract.numerics import ContractError, is_power_of_two
 from rlk.kernels._native.cuda import CudaKernel, CudaSource, _checked
 from rlk.parallel.transport import Gloo
 
@@ -64,7 +65,12 @@ class Peer(Gloo):
         return self.summed(part, dtype, self._form)
 
     def summed(self, part: torch.Tensor, dtype: torch.dtype, form: Form, blocks: int = BLOCKS, slot: int = SLOT) -> torch.Tensor:
-        """:meth:`tree_sum` in one of its forms. Raises ValueError for more elements than the kernels can count."""
+        """:meth:`tree_sum` in one of its forms.
+
+        Raises ContractError unless the number of ranks is a power of two, ValueError for more elements than the kernels can count.
+        """
+        if not is_power_of_two(self.size):
+            raise ContractError(f"{self.size} ranks are not a power of two: use 1, 2, 4 or 8")
         if part.numel() > MOST:
             raise ValueError(f"a sum of {part.numel()} elements: cards add at most {MOST} at once, hand over the sum in pieces")
         out = torch.empty(part.shape, dtype=dtype, device=part.device)
