@@ -129,7 +129,7 @@ def test_the_plugin_judges_no_checkout_with_another_rlk(project: pytest.Pytester
     assert f"rlk is imported from {ROOT / 'rlk'}, not from this checkout" in refused(project)
 
 
-def test_a_session_that_does_not_start_is_refused_and_one_that_is_killed_has_no_run(project: pytest.Pytester, tmp_path: Path) -> None:
+def test_a_session_that_does_not_start_or_ends_unlike_its_report_is_refused(project: pytest.Pytester, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     checkout, target = (
         Checkout("baseline", git(project.path, "rev-parse", "HEAD"), project.path, env),
@@ -140,6 +140,9 @@ def test_a_session_that_does_not_start_is_refused_and_one_that_is_killed_has_no_
     ):
         run_suite(checkout, ["acceptance"], target)
     shutil.rmtree(project.path / "rlk")
+    (project.path / "acceptance" / "conftest.py").write_text("import atexit, os\natexit.register(os._exit, 7)\n")
+    with pytest.raises(RevisionRefused, match="the baseline ended with exit code 7, its report calls for 1"):
+        run_suite(checkout, ["acceptance"], RunDirectory.create(tmp_path / "broken"))
     cells = project.path / "acceptance" / "test_cells.py"
     cells.write_text(cells.read_text().replace("    evidence.compare_tokens(", "    os.kill(os.getpid(), 9)\n    evidence.compare_tokens("))
     assert run_suite(checkout, ["acceptance"], RunDirectory.create(tmp_path / "killed")) is None

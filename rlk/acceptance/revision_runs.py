@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import rlk
+from rlk.acceptance import judge
 from rlk.acceptance.platforms import Platform
 from rlk.acceptance.revision import ROLES, SEPARATED, RevisionRefused, compare_runs, exit_code
 from rlk.acceptance.revision_page import write_comparison
@@ -150,7 +151,8 @@ def require_own_run(checkout: Checkout, run: Path) -> None:
 def run_suite(checkout: Checkout, forwarded: Sequence[str], target: RunDirectory) -> Path | None:
     """One session of a revision; seals and returns its run directory, None if it ended without a report.
 
-    Raises RevisionRefused where no session started, for a run that is not this revision's, and for one that cannot be sealed.
+    Raises RevisionRefused where no session started, for one that ended otherwise than its report says, for a run that is not this
+    revision's, and for one that cannot be sealed.
     """
     log, artifacts = target.path / f"{checkout.role}.log", target.path / checkout.role
     print(f"{checkout.role} {checkout.sha[:12]}: runs, its output goes to {log}", flush=True)
@@ -164,6 +166,9 @@ def run_suite(checkout: Checkout, forwarded: Sequence[str], target: RunDirectory
     if len(found) != 1:
         return None
     run = found[0].parent
+    due = judge.exit_code(Report.model_validate_json(found[0].read_bytes()).verdict)
+    if code != due:
+        raise RevisionRefused(f"the {checkout.role} ended with exit code {code}, its report calls for {due}: read {log}, run it again")
     require_own_run(checkout, run)
     sealed = checkout.call("-c", VALIDATE, "validate", str(run), "--seal")
     if sealed.returncode:
