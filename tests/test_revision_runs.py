@@ -120,7 +120,8 @@ def test_another_rlk_on_the_path_is_caught_and_kept_off_it(
     shas = resolve(project.path, "HEAD", None)
     checkout = check_out("baseline", project.path, shas[0], tmp_path / "baseline")
     assert checkout.env["PYTHONPATH"] == os.pathsep.join([str(checkout.root), str(tmp_path / "site")])
-    assert checkout.env["RLK_CACHE_DIR"].startswith(str(tmp_path / "baseline"))
+    caches = ("RLK_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "VLLM_CACHE_ROOT")
+    assert all(checkout.env[name].startswith(str(tmp_path / "baseline")) for name in caches)
     assert git(checkout.root, "rev-parse", "HEAD") == shas[0] == shas[1]
 
 

@@ -24,7 +24,7 @@ from rlk.evidence.schema import CellRecord, Count, Finite, MatrixRow, Millisecon
 ROLES = ("baseline", "candidate")
 BYTES = ("equal", "close")
 """What the matrix expects of a cell whose values are compared between revisions; native arms and planted faults are judged in their run."""
-SEPARATED = ("PYTHONPATH", "RLK_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+SEPARATED = ("PYTHONPATH", "RLK_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "VLLM_CACHE_ROOT")
 """Environment variables that two revisions never share."""
 NO_DIGESTS = "no digests recorded"
 
