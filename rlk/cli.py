@@ -146,7 +146,8 @@ def compare(
     target: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="new directory for the comparison")] = None,
 ) -> None:
     """Compare two acceptance runs of one platform: does the candidate compute the baseline's bytes?"""
-    from rlk.acceptance.revision import compare_runs, exit_code
+    from rlk.acceptance.judge import exit_code
+    from rlk.acceptance.revision import compare_runs
     from rlk.acceptance.revision_page import write_comparison
     from rlk.evidence.rundir import RunDirectory
 

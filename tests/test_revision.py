@@ -14,8 +14,8 @@ import torch
 from rlk import cli
 from rlk.acceptance.cell import Cell, Platform
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.judge import Findings, conclude, judge_cell
-from rlk.acceptance.revision import NO_DIGESTS, Outcome, Revision, RevisionRefused, compare_runs, exit_code
+from rlk.acceptance.judge import Findings, conclude, exit_code, judge_cell
+from rlk.acceptance.revision import NO_DIGESTS, Outcome, Revision, RevisionRefused, compare_runs
 from rlk.acceptance.revision_page import RevisionView, write_comparison
 from rlk.acceptance.validate import merge, seal
 from rlk.contract.judgments import FORWARD_ACCURACY

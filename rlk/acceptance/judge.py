@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pydantic import JsonValue
 
@@ -202,7 +203,16 @@ def _green_scopes(required: Sequence[Cell], session: SessionFacts, status: Statu
     return session.scopes if set(session.selected) == whole else ()
 
 
-def exit_code(verdict: Verdict) -> int:
+class Concluded(Protocol):
+    """The verdict over one run, or over two."""
+
+    @property
+    def status(self) -> Status: ...
+    @property
+    def green_scopes(self) -> tuple[str, ...]: ...
+
+
+def exit_code(verdict: Concluded) -> int:
     """0 PASS, or every required cell of the scopes that were asked for is green; 1 FAIL or MISSING; 3 any other PARTIAL."""
     return 0 if verdict.green_scopes else _EXIT_CODE[verdict.status]
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from rlk.acceptance.validate import read_run, refuted, run_ids
+from rlk.acceptance.validate import cards, read_run, refuted, run_ids
 from rlk.evidence.rundir import RunDirectory, new_run_id
 from rlk.evidence.schema import CellRecord, Count, Finite, MatrixRow, Milliseconds, Record, Report, Status
 
@@ -109,7 +109,8 @@ class Side(Record):
 
 
 class Revision(Record):
-    """``revision.json``: the verdict over two runs and all it rests on. ``cells`` has every cell of either matrix once."""
+    """``revision.json``: the verdict over two runs and all it rests on. ``cells`` has every cell of either matrix once. green_scopes: those
+    that both runs were narrowed to, if they are green and equal."""
 
     schema_version: Literal[1] = 1
     run_id: str
@@ -172,13 +173,6 @@ def compare_runs(baseline: Path, candidate: Path, command: str) -> Revision:
     )
 
 
-def exit_code(revision: Revision) -> int:
-    """0 PASS, or the scopes that both runs were narrowed to are green and equal; 1 FAIL or MISSING; 3 any other PARTIAL."""
-    if revision.status is Status.PARTIAL:
-        return 0 if revision.green_scopes else 3
-    return 0 if revision.status is Status.PASS else 1
-
-
 def _whole(role: str, path: Path) -> Report:
     report, problems = read_run(path)
     if report is None or problems:
@@ -189,8 +183,7 @@ def _whole(role: str, path: Path) -> Report:
 
 
 def _side(report: Report, directory: RunDirectory) -> Side:
-    gpus = report.environment.get("gpus")
-    cards = [str(gpu["name"]) for gpu in gpus if isinstance(gpu, dict) and "name" in gpu] if isinstance(gpus, list) else []
+    names = Counter(name for name, _ in cards(report))
     return Side(
         sha=report.provenance.sha,
         dirty=report.provenance.dirty,
@@ -200,7 +193,7 @@ def _side(report: Report, directory: RunDirectory) -> Side:
         command=report.command,
         status=report.verdict.status,
         schema_version=report.schema_version,
-        machine=", ".join(f"{count} × {name}" for name, count in Counter(cards).items()) or str(report.environment.get("cpu", "")),
+        machine=", ".join(f"{count} × {name}" for name, count in names.items()) or str(report.environment.get("cpu", "")),
     )
 
 

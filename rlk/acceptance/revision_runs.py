@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import rlk
 from rlk.acceptance import judge
 from rlk.acceptance.platforms import Platform
-from rlk.acceptance.revision import ROLES, SEPARATED, RevisionRefused, compare_runs, exit_code
+from rlk.acceptance.revision import ROLES, SEPARATED, RevisionRefused, compare_runs
 from rlk.acceptance.revision_page import write_comparison
 from rlk.contract.models import QWEN3_8B
 from rlk.evidence.provenance import git, read_provenance
@@ -81,7 +81,7 @@ def compare_revisions(
     for reason in revision.reasons:
         print(reason)
     print(f"{revision.status}  {page}", flush=True)
-    return exit_code(revision)
+    return judge.exit_code(revision)
 
 
 def resolve(root: Path, baseline: str, candidate: str | None) -> tuple[str, str]:

@@ -137,6 +137,13 @@ def run_ids(report: Report) -> list[str]:
     return [report.run_id, *(map(str, shards) if isinstance(shards, list) else ())]
 
 
+def cards(report: Report) -> list[tuple[str, str]]:
+    """Name and capability of every card that the session saw."""
+    gpus = report.environment.get("gpus")
+    found = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    return [(str(gpu.get("name")), str(gpu.get("capability"))) for gpu in found]
+
+
 def _environment(path: Path, report: Report) -> list[str]:
     try:
         frozen = json.loads((path / "environment.json").read_bytes())
@@ -235,18 +242,11 @@ def _require_same(first_path: Path, first: Report, path: Path, report: Report) -
         "kernels": (first.declared_kernels, report.declared_kernels),
         "packages": (first.environment.get("packages"), report.environment.get("packages")),
         "numerics": (first.environment.get("numerics"), report.environment.get("numerics")),
-        "cards": (_cards(first), _cards(report)),
+        "cards": (set(cards(first)), set(cards(report))),  # a session may see more or fewer of one kind
     }
     for what, (a, b) in pairs.items():
         if a != b:
             raise ValidationRefused(f"{path.name} and {first_path.name} differ in {what}: merge shards of one commit and one environment")
-
-
-def _cards(report: Report) -> set[tuple[str, str]]:
-    """Name and capability of each kind of card; a session may see more or fewer of one kind."""
-    gpus = report.environment.get("gpus")
-    found = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
-    return {(str(gpu.get("name")), str(gpu.get("capability"))) for gpu in found}
 
 
 def _union(paths: Sequence[Path]) -> list[CellRecord]:
