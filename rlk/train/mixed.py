@@ -14,15 +14,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from rlk.contract.arms import Route
 from rlk.contract.numerics import Numerics
-from rlk.kernels.rope import rope_table
 from rlk.model.config import Qwen3Config
 from rlk.model.qwen3 import feed_forward, self_attention
 from rlk.model.routes import RouteLog
-from rlk.model.trace import Trace
 from rlk.parallel.state import Parallel
 from rlk.train.batch import MicroBatch, Sample, micro_batch
-from rlk.train.megatron import CPU, Seeds, megatron_settings
-from rlk.train.modules import StrictConfig, StrictNorm, layer_ops, strict_output
+from rlk.train.megatron import CPU, Seeds
+from rlk.train.modules import StrictConfig, StrictNorm, layer_ops, strict_output, strict_settings
 from rlk.train.native import NativeModel, native_logp
 from rlk.train.scoring import Scoring, require_finite
 from rlk.train.strict import strict_layer
@@ -38,6 +36,8 @@ _ROUTE_OF = {
 class MixedModel(NativeModel):
     """routes: those of this project's operators. log: what ran in each route; kernels of backward passes are counted under "backward"."""
 
+    named = "a mixed model"
+
     def __init__(
         self,
         config: Qwen3Config,
@@ -52,13 +52,6 @@ class MixedModel(NativeModel):
         self.scoring = Scoring(config.vocab_size, config.padded_vocab(numerics), numerics, parallel)
         super().__init__(config, numerics, packed, parallel, device)
         self._own = {name: parameter for name, parameter in self.parameters.items() if self._computed(name)}
-
-    def score(self, batch: MicroBatch, trace: Trace | None = None) -> list[float]:
-        """Logprob of every target. Raises ValueError if a trace is asked for: Megatron's own layers report no intermediates."""
-        if trace is not None:
-            raise ValueError("a mixed model records no intermediates: trace in strict mode")
-        with torch.no_grad():
-            return self._scores(batch).tolist()
 
     def accumulate(self, batch: MicroBatch, seeds: Seeds) -> None:
         """Score with gradients, ask ``seeds`` for dL/dlogp of every target, and add the gradients, sample by sample, to the main gradients:
@@ -104,15 +97,8 @@ class MixedModel(NativeModel):
         return super()._gated(name) and not self._computed(name)
 
     def _module(self) -> GPTModel:
-        config, numerics, device = self.config, self.numerics, self.device
-        settings = StrictConfig(
-            **megatron_settings(config, device=device),
-            model=config,
-            numerics=numerics,
-            table=rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings).to(device),
-            tokens=self.tokens,
-            parallel=self.parallel,
-        )
+        config = self.config
+        settings = strict_settings(config, self.numerics, self.tokens, self.parallel, self.device)
         module = self._stock(settings, strict_layer(self.routes))
         for layer in module.decoder.layers:
             if "attention" in self.routes:

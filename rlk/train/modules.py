@@ -24,12 +24,14 @@ from rlk.kernels.embedding import embedding_weight_grad
 from rlk.kernels.lm_head import lm_head_weight_grad
 from rlk.kernels.qk_norm import qk_norm, qk_norm_shard_gamma_grads
 from rlk.kernels.rms_norm import rms_norm, rms_norm_gamma_grad
+from rlk.kernels.rope import rope_table
 from rlk.model.config import Qwen3Config
 from rlk.model.linear import column, output, row, vocabulary_embedding
 from rlk.model.qwen3 import LayerOps, decoder_layer
 from rlk.parallel.state import Parallel
 from rlk.train.batch import MicroBatch
 from rlk.train.context import ContextAttention
+from rlk.train.megatron import megatron_settings
 from rlk.train.tokens import LayoutError, Tokens
 
 
@@ -43,6 +45,13 @@ class StrictConfig(TransformerConfig):
     table: torch.Tensor = field(kw_only=True)
     tokens: Tokens = field(kw_only=True)
     parallel: Parallel = field(kw_only=True)
+
+
+def strict_settings(config: Qwen3Config, numerics: Numerics, tokens: Tokens, parallel: Parallel, device: torch.device) -> StrictConfig:
+    """The configuration of a model whose modules are strict, all or some; its rope table is on ``device``."""
+    table = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings).to(device)
+    settings = megatron_settings(config, parallel.topology, device)
+    return StrictConfig(**settings, model=config, numerics=numerics, table=table, tokens=tokens, parallel=parallel)
 
 
 class StrictNorm(torch.nn.RMSNorm):

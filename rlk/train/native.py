@@ -7,6 +7,7 @@ for CUDA in four places on the way, each of which is given a CPU value through M
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from megatron.core import parallel_state
@@ -35,6 +36,8 @@ class CpuRotaryEmbedding(RotaryEmbedding):
 
 class NativeModel:
     """Megatron's stock GPTModel in bf16; parameters by packed name, in model order."""
+
+    named: ClassVar[str] = "native mode"
 
     def __init__(
         self,
@@ -90,17 +93,20 @@ class NativeModel:
     def score(self, batch: MicroBatch, trace: Trace | None = None) -> list[float]:
         """Logprob of every target. Raises ValueError if a trace is asked for: Megatron's own layers report no intermediates."""
         if trace is not None:
-            raise ValueError("native mode records no intermediates: trace in strict mode")
+            raise ValueError(f"{self.named} records no intermediates: trace in strict mode")
         with torch.no_grad():
-            return [value for sample in batch.samples for value in self._logp(sample).tolist()]
+            return self._scores(batch).tolist()
 
     def accumulate(self, batch: MicroBatch, seeds: Seeds) -> None:
         """Score with gradients, ask ``seeds`` for dL/dlogp of every target, and add autograd's bf16 gradients to the main gradients."""
-        scores = torch.cat([self._logp(sample) for sample in batch.samples])
+        scores = self._scores(batch)
         scores.backward(seeds(scores.detach()).float())
         for parameter in self.parameters.values():
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
             parameter.grad = None
+
+    def _scores(self, batch: MicroBatch) -> torch.Tensor:
+        return torch.cat([self._logp(sample) for sample in batch.samples])
 
     def _logp(self, sample: Sample) -> torch.Tensor:
         """fp32 logprob of every response token of one sample."""

@@ -13,15 +13,24 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from rlk.contract.arms import ROUTES, Route
 from rlk.contract.numerics import Numerics
 from rlk.contract.settings import require_settings
-from rlk.kernels.rope import rope_table
 from rlk.model import shards
 from rlk.model.config import Qwen3Config
 from rlk.model.trace import Trace
 from rlk.parallel.state import Parallel
 from rlk.train import parameters
 from rlk.train.batch import MicroBatch
-from rlk.train.megatron import CPU, Seeds, megatron_settings
-from rlk.train.modules import StrictAttention, StrictColumn, StrictConfig, StrictGPT, StrictHeadNorm, StrictLayer, StrictNorm, StrictRow
+from rlk.train.megatron import CPU, Seeds
+from rlk.train.modules import (
+    StrictAttention,
+    StrictColumn,
+    StrictConfig,
+    StrictGPT,
+    StrictHeadNorm,
+    StrictLayer,
+    StrictNorm,
+    StrictRow,
+    strict_settings,
+)
 from rlk.train.scoring import Scoring, require_ids
 from rlk.train.tokens import Tokens
 
@@ -61,15 +70,7 @@ class StrictModel:
     ) -> None:
         self.config, self.numerics, self.parallel, self.tokens = config, numerics, parallel, Tokens(parallel)
         self.scoring = Scoring(config.vocab_size, config.padded_vocab(numerics), numerics, parallel)
-        table = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings).to(device)
-        settings = StrictConfig(
-            **megatron_settings(config, parallel.topology, device),
-            model=config,
-            numerics=numerics,
-            table=table,
-            tokens=self.tokens,
-            parallel=parallel,
-        )
+        settings = strict_settings(config, numerics, self.tokens, parallel, device)
         require_settings(
             {
                 "sequence_parallel": settings.sequence_parallel,
