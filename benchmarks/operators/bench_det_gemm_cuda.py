@@ -25,6 +25,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu"))
+
+from report import environment, graphed, microseconds
+
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.topology import token_leaves
 from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad, sm90
@@ -123,25 +127,6 @@ def arms(case: Case) -> Arms:
     return Arms({"torch": lambda: torch.nn.functional.linear(a, w), "det_gemm": ours}, wanted, plan)
 
 
-def _graph(run: Run) -> Callable[[], None]:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def _microseconds(replay: Callable[[], None], flush: torch.Tensor) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    flush.zero_()
-    start.record()
-    replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1000
-
-
 class Measured:
     """One case: compared, then ready to be timed round by round."""
 
@@ -150,12 +135,12 @@ class Measured:
         found, wanted = self.arms.timed["det_gemm"](), self.arms.wanted
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), f"{case}: bytes differ, no time is shown"
         self.flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-        self.replays = {arm: _graph(run) for arm, run in self.arms.timed.items()}
+        self.replays = {arm: graphed(run)[0] for arm, run in self.arms.timed.items()}
         self.times: dict[str, list[float]] = {arm: [] for arm in self.replays}
 
     def round(self) -> None:
         for arm, replay in self.replays.items():
-            self.times[arm].append(_microseconds(replay, self.flush))
+            self.times[arm].append(microseconds(replay, self.flush))
 
     def row(self) -> dict[str, Any]:
         quartiles = {arm: [round(q, 2) for q in statistics.quantiles(values, n=4)] for arm, values in self.times.items()}
@@ -187,9 +172,6 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu"))
-    from report import environment
-
     torch.manual_seed(0)
     rows: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}

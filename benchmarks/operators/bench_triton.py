@@ -28,7 +28,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu"))
 
-from report import environment, graphed
+from report import environment, graphed, microseconds
 
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.topology import token_leaves
@@ -217,16 +217,6 @@ def _memory(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _microseconds(run: Callable[[], object], flush: torch.Tensor) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    flush.zero_()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1000
-
-
 @pytest.mark.parametrize(("build", "name", "tokens"), ASKED, ids=[f"{name} {tokens}" for _, name, tokens in ASKED])
 def test_speed(
     benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], build: Callable[[int], dict[str, Case]], name: str, tokens: int,
@@ -250,7 +240,7 @@ def test_speed(
 
     def round_() -> None:
         for arm, call in calls.items():
-            times[arm].append(_microseconds(call, flush))
+            times[arm].append(microseconds(call, flush))
 
     benchmark.pedantic(round_, rounds=ROUNDS, warmup_rounds=1)
     quartiles = {arm: [round(x, 2) for x in statistics.quantiles(values[1:], n=4)] for arm, values in times.items() if len(values) > 2}

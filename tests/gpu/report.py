@@ -40,6 +40,17 @@ def graphed(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     return graph.replay, captured
 
 
+def microseconds(run: Callable[[], Any], flush: torch.Tensor) -> float:
+    """Of one run by the card's own clock, after ``flush``, which is larger than the second-level cache, was written."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush.zero_()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1000
+
+
 class Report:
     """Collects results by section; a failed check is printed at once and does not stop the others."""
 
@@ -112,13 +123,7 @@ class Report:
         measured: dict[str, list[float]] = {arm: [] for arm in arms}
         for _ in range(repetitions):
             for arm, run in arms.items():
-                flush.zero_()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                run()
-                end.record()
-                end.synchronize()
-                measured[arm].append(start.elapsed_time(end) * 1000)
+                measured[arm].append(microseconds(run, flush))
         row: dict[str, Any] = dict(facts)
         for arm, values in measured.items():
             low, _, high = statistics.quantiles(values, n=4)
