@@ -1,14 +1,14 @@
 """On one card or more: runs the cells of the cuda platform in sessions side by side, judges them together and writes what is kept:
 
-    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [--join DIR ...]
-        [ws1 ws2 chain depth integration ablation mixed]
+    OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [--join DIR ...] [NAME ...]
 
-Names choose sessions; without, all run. A session that has not ended after S seconds is interrupted, and its cells are missing. --join
-judges run directories ``cuda`` of sessions that were chosen one by one, and runs nothing.
+NAME: a session (``ws2_0``) or all of a kind (``ws1 ws2 chain depth integration ablation mixed``); without, all run. A session that has not
+ended after S seconds is interrupted, and its cells are missing. --join: run directories of other sessions of the same sources, which are
+judged together with those that run now; without a NAME nothing runs.
 
-Leaves in $OUT the joined run directory ``cuda``, ``ws1_h200.json``, ``ws2_h200.json``, ``engines_h200.json`` and each session's log, and
-exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its ``rlk-manifest.json``, on a
-disk that holds 20 GB and writes them fast.
+Leaves in $OUT each session's log and run directory (``sessions``), the joined one (``cuda``), ``ws1_h200.json``, ``ws2_h200.json`` and
+``engines_h200.json``, and exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its
+``rlk-manifest.json``, and a temporary folder that holds 40 GB and writes them fast.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from summarize_cells import summarize
 
-from acceptance.engines import synthetic_checkpoint
 from rlk.acceptance.cell import Cell
-from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
+from rlk.acceptance.matrix import CHAIN_MODEL, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
 from rlk.acceptance.validate import merge
 from rlk.acceptance.ws2 import TOPOLOGIES, subject
 from rlk.contract.arms import ARMS, MIXED_MODES
@@ -42,28 +40,38 @@ from rlk.kernels._native.build import cache_root
 COMMAND = ("pytest", "-p", "no:cacheprovider", "-m", "cuda", "acceptance/")
 SUMMARIES = {"ws1": ("ws1",), "ws2": ("ws2",), "engines": ("chain", "integration", "ablation", "control")}
 """Summary -> its scopes."""
-GRACE_S = 20
+GRACE_S = 25
 """What an interrupted session gets to write its report."""
 
 
 @dataclass(frozen=True)
-class Session:
-    """One run of pytest on one card. summary: where its cells go. shown: its arguments there; a list of cells would be too long."""
+class Step:
+    """One process on one card: a session of pytest, or what prepares one. arguments: of the interpreter. summary: where a session's cells
+    go, "" of no session; shown: its arguments there, since a list of cells would be too long."""
 
     name: str
-    summary: str
     card: str
     arguments: tuple[str, ...]
-    shown: str
+    summary: str = ""
+    shown: str = ""
 
-    def run(self, folder: Path, out: Path, deadline: float) -> None:
+    def chosen(self, names: Sequence[str]) -> bool:
+        """Whether these names ask for it; none ask for everything."""
+        return not names or self.name in names or self.name.partition("_")[0] in names
+
+    def run(self, out: Path, deadline: float) -> None:
         """Until its end or the deadline."""
         began = time.monotonic()
-        command = [sys.executable, "-m", *COMMAND, *self.arguments, "--artifacts", str(folder / self.name), "-q", "--tb=short"]
+        if began >= deadline:
+            print(f"{self.name}: not begun, no time is left", flush=True)
+            return
+        command = [sys.executable, *self.arguments]
+        if self.summary:
+            command += ["--artifacts", str(out / "sessions" / self.name), "-q", "--tb=short"]
         with (out / f"session_{self.name}.log").open("w") as log:
             started = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "CUDA_VISIBLE_DEVICES": self.card})
             try:
-                code = started.wait(max(0.0, deadline - began))
+                code = started.wait(deadline - began)
             except subprocess.TimeoutExpired:
                 started.send_signal(signal.SIGINT)
                 try:
@@ -74,33 +82,71 @@ class Session:
         print(f"{self.name}: exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def sessions(cards: Sequence[str], shards: int) -> list[list[list[Session]]]:
-    """All sessions: lanes of groups. Lanes run side by side, groups of a lane one after another, sessions of a group at once. cards: their
-    numbers, of which two are used."""
+Plan: TypeAlias = Step | list["Plan"] | tuple["Plan", ...]
+"""A list is done one after another, a tuple at once."""
+
+
+def plan(cards: Sequence[str], shards: int) -> Plan:
+    """All sessions, on the first two of these cards. Of a card's 140 GiB eight ranks of ws2 take 30, a strict engine and its trainer 20,
+    native ones beside them 20 more, a shard of the operators up to 6, and the chain of the whole model at its end nearly all."""
     first, last = cards[0], cards[:2][-1]
-    topologies = [_part(name, "ws2", first) for name in ("ws2_0", "ws2_1")]
-    engines = [_part(name, "engines", first) for name in ("ablation", "integration", "chain")]
-    mixed = [_part(f"mixed_{i}", "engines", last) for i in range(3)]
-    operators = [_shard(i, shards, last) for i in range(1, shards + 1)]
-    depth = [_part("depth", "engines", last)]
+    topologies = tuple(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1"))
+    rows = tuple(_part(name, "engines", first) for name in ("integration", "chain"))
+    mixed = tuple(_part(f"mixed_{i}", "engines", last) for i in range(3))
+    operators, uniform = tuple(_shard(i, shards, last) for i in range(1, shards + 1)), _part("ablation", "engines", last)
+    weights, depth = _weights("depth_weights", CHAIN_MODEL["cuda"].name, last), _part("depth", "engines", last)
     if first == last:
-        return [[[*engines, *operators], [*topologies, *mixed], depth]]
-    return [[[*topologies, *engines]], [[*depth, *mixed, *operators]]]
+        return [(weights, *rows, operators), (*topologies, uniform), mixed, depth]
+    return (*topologies, *rows, [(weights, [operators, uniform], *mixed), depth])
 
 
-def _shard(number: int, shards: int, card: str) -> Session:
+def steps(part: Plan) -> Iterator[Step]:
+    """Every step of a plan."""
+    if isinstance(part, Step):
+        yield part
+    else:
+        for each in part:
+            yield from steps(each)
+
+
+def carry_out(part: Plan, names: Sequence[str], out: Path, deadline: float) -> None:
+    """Run what these names choose of a plan."""
+    if isinstance(part, Step):
+        if part.chosen(names):
+            part.run(out, deadline)
+    elif isinstance(part, list):
+        for each in part:
+            carry_out(each, names, out, deadline)
+    else:
+        with ThreadPoolExecutor(len(part)) as pool:
+            list(pool.map(lambda each: carry_out(each, names, out, deadline), part))
+
+
+def hear_interrupts() -> None:
+    """Let sessions be interrupted: a shell's background job ignores SIGINT, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _weights(name: str, shape: str, card: str) -> Step:
+    """Synthetic weights of a shape, before a session asks for them."""
+    imports = "from pathlib import Path; from acceptance.engines import synthetic_checkpoint; from rlk.loop.synthetic import SHAPES"
+    return Step(name, card, ("-c", f"{imports}; print(synthetic_checkpoint(Path.cwd(), SHAPES[{shape!r}]))"))
+
+
+def _shard(number: int, shards: int, card: str) -> Step:
     arguments = ("--scope", "ws1", "--shard", f"{number}/{shards}")
-    return Session(f"ws1_{number}", "ws1", card, arguments, " ".join(arguments))
+    return Step(f"ws1_{number}", card, ("-m", *COMMAND, *arguments), "ws1", " ".join(arguments))
 
 
-def _part(name: str, summary: str, card: str) -> Session:
+def _part(name: str, summary: str, card: str) -> Step:
     cells = [cell.cell_id for cell in enumerate_cells("cuda") if cell.required and part_of(cell) == name]
-    return Session(name, summary, card, tuple(word for cell_id in cells for word in ("--cell", cell_id)), f"--cell … ({name})")
+    arguments = tuple(word for cell_id in cells for word in ("--cell", cell_id))
+    return Step(name, card, ("-m", *COMMAND, *arguments), summary, f"--cell … ({name})")
 
 
 def part_of(cell: Cell) -> str:
-    """The session that runs a cell. Topologies are in two halves, each with what goes on from its training topologies; arms whose engines
-    mix operators, and so start anew for each, are in thirds."""
+    """The session that runs a cell, "ws1" for all shards of the operators. Topologies are in two halves, each with what goes on from its
+    training topologies; arms whose engines mix operators, and so start anew for each, are in thirds."""
     if cell.scope == "chain":
         return "chain" if cell.workload == WORKLOAD["cuda"] else "depth"
     if cell.scope == "ws2":
@@ -113,32 +159,25 @@ def part_of(cell: Cell) -> str:
     return "integration" if cell.scope == "control" else cell.scope
 
 
-def _run(lane: Sequence[Sequence[Session]], names: Sequence[str], folder: Path, out: Path, deadline: float) -> None:
-    for group in lane:
-        chosen = [session for session in group if not names or session.name.partition("_")[0] in names]
-        with ThreadPoolExecutor(max(1, len(chosen))) as pool:
-            list(pool.map(partial(Session.run, folder=folder, out=out, deadline=deadline), chosen))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--shards", type=int, default=8)
-    parser.add_argument("--join", type=Path, nargs="+", default=[])
+    parser.add_argument("--join", type=Path, nargs="+", default=[], metavar="DIR")
     asked = parser.parse_args()
-    out, folder, deadline = Path(os.environ.get("OUT", ".")), Path(tempfile.mkdtemp()), time.monotonic() + asked.seconds
+    hear_interrupts()
+    out, deadline = Path(os.environ.get("OUT", ".")).resolve(), time.monotonic() + asked.seconds
     cards = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    lanes = sessions(cards.split(","), asked.shards)
-    if not asked.join:
-        synthetic_checkpoint(Path.cwd(), UPDATED_MODEL["cuda"])  # several sessions read it
-        with ThreadPoolExecutor(len(lanes)) as pool:
-            list(pool.map(partial(_run, names=asked.names, folder=folder, out=out, deadline=deadline), lanes))
-    merge(asked.join or sorted(path.parent for path in folder.glob("**/report.json")), out / "cuda")
+    everything = plan(cards.split(","), asked.shards)
+    if asked.names or not asked.join:
+        _weights("weights", UPDATED_MODEL["cuda"].name, cards.partition(",")[0]).run(out, deadline)  # several sessions read them
+        carry_out(everything, asked.names, out, deadline)
+    merge([*asked.join, *sorted(path.parent for path in out.glob("sessions/**/report.json"))], out / "cuda")
     report = Report.model_validate_json((out / "cuda" / "report.json").read_bytes())
     unwell = len(report.session.trouble)
     for name, scopes in SUMMARIES.items():
-        shown = " | ".join(session.shown for lane in lanes for group in lane for session in group if session.summary == name)
+        shown = " | ".join(step.shown for step in steps(everything) if step.summary == name)
         summary = summarize(out / "cuda", cache_root().with_name("vendor"), f"{' '.join(COMMAND)} {shown}", scopes)
         (out / f"{name}_h200.json").write_text(json.dumps(summary, indent=1) + "\n")
         waiting = [cell_id for cell_id in summary["missing"] if SNAPSHOT_WORKLOAD in cell_id]

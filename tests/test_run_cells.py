@@ -1,0 +1,86 @@
+"""The sessions that run the cells of a card: every cell in one, the largest alone, and an end at the deadline that leaves a report."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlk.acceptance.matrix import enumerate_cells
+
+HERE = Path(__file__).parent / "gpu"
+REQUIRED = [cell for cell in enumerate_cells("cuda") if cell.required]
+
+
+@pytest.fixture(scope="module")
+def run_cells() -> ModuleType:
+    sys.path.insert(0, str(HERE))  # as for a script there
+    try:
+        import run_cells
+    finally:
+        sys.path.remove(str(HERE))
+    return run_cells
+
+
+@pytest.mark.parametrize("cards", [("0",), ("0", "1"), ("4", "5", "6")])
+def test_every_required_cell_is_in_one_session(run_cells: ModuleType, cards: tuple[str, ...]) -> None:
+    steps = list(run_cells.steps(run_cells.plan(cards, 3)))
+    named = Counter(word for step in steps for word in step.arguments if word.startswith("cuda/"))
+    assert named == Counter(cell.cell_id for cell in REQUIRED if cell.scope != "ws1")
+    assert [step.shown for step in steps if step.summary == "ws1"] == [f"--scope ws1 --shard {i}/3" for i in (1, 2, 3)]
+    assert len({step.name for step in steps}) == len(steps)
+    assert {step.card for step in steps} == set(cards[:2])
+    assert steps[-1].name == "depth"
+
+
+def test_nothing_runs_on_the_card_of_the_whole_model_beside_it(run_cells: ModuleType) -> None:
+    *others, last = run_cells.plan(("0", "1"), 2)
+    before, depth = last
+    assert depth.name == "depth"
+    assert "depth_weights" in {step.name for step in run_cells.steps(before)}
+    assert depth.card not in {step.card for step in run_cells.steps(tuple(others))}
+
+
+def _step(run_cells: ModuleType, name: str, code: str) -> object:
+    return run_cells.Step(name, "", ("-c", code))
+
+
+def test_a_list_runs_in_turn_and_a_tuple_at_once(run_cells: ModuleType, tmp_path: Path) -> None:
+    write = "import sys, time; from pathlib import Path; out = Path({out!r}); (out / {name!r}).touch(); end = time.monotonic() + 20\n"
+    wait = "while not all((out / each).exists() for each in {others!r}): assert time.monotonic() < end; time.sleep(0.01)\n"
+    at_once = [
+        _step(run_cells, name, (write + wait).format(out=str(tmp_path), name=name, others=["a_0", "a_1"])) for name in ("a_0", "a_1")
+    ]
+    after = _step(run_cells, "b", f"import os; assert {{'a_0', 'a_1'}} <= set(os.listdir({str(tmp_path)!r}))")
+    never = _step(run_cells, "c", "raise SystemExit")
+    run_cells.carry_out([tuple(at_once), after, never], ["a", "b"], tmp_path, time.monotonic() + 60)
+    assert {log.name: log.read_text() for log in tmp_path.glob("*.log")} == {f"session_{name}.log": "" for name in ("a_0", "a_1", "b")}
+
+
+SCRIPT = """
+import signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {here!r})
+import run_cells
+run_cells.hear_interrupts()
+code = "import time\\ntry:\\n    time.sleep(60)\\nexcept KeyboardInterrupt:\\n    print('the report')"
+steps = [run_cells.Step(name, "", ("-c", code)) for name in ("slow", "late")]
+run_cells.carry_out(steps, [], Path({out!r}), time.monotonic() + 2)
+"""
+
+
+def test_at_the_deadline_a_session_may_write_its_report_even_as_a_shells_background_job(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(HERE), out=str(tmp_path)))
+    shell = ["sh", "-c", f"{sys.executable} {script} > {tmp_path}/said & wait"]
+    subprocess.run(shell, check=True, timeout=100, cwd=HERE.parents[1], env={"PYTHONPATH": str(HERE.parents[1]), "PATH": "/usr/bin:/bin"})
+    assert (tmp_path / "session_slow.log").read_text() == "the report\n"
+    said = (tmp_path / "said").read_text()
+    assert re.search(r"^slow: exit code 0, \d s$", said, re.M)
+    assert "late: not begun, no time is left" in said
