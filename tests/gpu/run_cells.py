@@ -87,10 +87,10 @@ Plan: TypeAlias = Step | list["Plan"] | tuple["Plan", ...]
 
 
 def plan(cards: Sequence[str], shards: int) -> Plan:
-    """All sessions, on the first two of these cards. Of a card's 140 GiB eight ranks of ws2 take 30, a strict engine and its trainer 20,
+    """All sessions, on the first two of these cards. Of a card's 140 GiB eight ranks of ws2 take 26, a strict engine and its trainer 20,
     native ones beside them 20 more, a shard of the operators up to 6, and the chain of the whole model at its end nearly all."""
     first, last = cards[0], cards[:2][-1]
-    topologies = tuple(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1"))
+    topologies = tuple(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1", "ws2_2"))
     rows = tuple(_part(name, "engines", first) for name in ("integration", "chain"))
     mixed = tuple(_part(f"mixed_{i}", "engines", last) for i in range(3))
     operators, uniform = tuple(_shard(i, shards, last) for i in range(1, shards + 1)), _part("ablation", "engines", last)
@@ -145,14 +145,16 @@ def _part(name: str, summary: str, card: str) -> Step:
 
 
 def part_of(cell: Cell) -> str:
-    """The session that runs a cell, "ws1" for all shards of the operators. Topologies are in two halves, each with what goes on from its
-    training topologies; arms whose engines mix operators, and so start anew for each, are in thirds."""
+    """The session that runs a cell, "ws1" for all shards of the operators. Topologies are in thirds, each with what goes on from its
+    training topologies, and so are arms whose engines mix operators and start anew for each."""
     if cell.scope == "chain":
         return "chain" if cell.workload == WORKLOAD["cuda"] else "depth"
     if cell.scope == "ws2":
         names = [subject(*pair) for pair in TOPOLOGIES]
         name = cell.subject.removeprefix("train-").removeprefix("rollout-").partition("-")[0]
-        return f"ws2_{names.index(name) % 2 if name in names else 0}"
+        if name not in names:  # a planted fault
+            return "ws2_2" if name.startswith("rollout_") else "ws2_1"
+        return f"ws2_{names.index(name) % 3}"
     mixed = [arm.name for arm in ARMS if arm.mode("train") in MIXED_MODES]
     if cell.scope == "ablation" and cell.subject in mixed:
         return f"mixed_{mixed.index(cell.subject) % 3}"
