@@ -88,16 +88,16 @@ Plan: TypeAlias = Step | list["Plan"] | tuple["Plan", ...]
 
 def plan(cards: Sequence[str], shards: int) -> Plan:
     """All sessions, on the first two of these cards. Of a card's 140 GiB eight ranks of ws2 take 26, a strict engine and its trainer 20,
-    native ones beside them 20 more, a shard of the operators up to 6, and the chain of the whole model at its end nearly all."""
+    native ones beside them 20 more, a shard of the operators up to 6, and the chain of the whole model, at its end, nearly all."""
     first, last = cards[0], cards[:2][-1]
     topologies = tuple(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1", "ws2_2"))
-    rows = tuple(_part(name, "engines", first) for name in ("integration", "chain"))
-    mixed = tuple(_part(f"mixed_{i}", "engines", last) for i in range(3))
-    operators, uniform = tuple(_shard(i, shards, last) for i in range(1, shards + 1)), _part("ablation", "engines", last)
+    rows = [_part(name, "engines", first) for name in ("integration", "ablation")]
+    others = tuple(_part(name, "engines", last) for name in ("chain", "mixed_0", "mixed_1", "mixed_2"))
+    operators = tuple(_shard(i, shards, last) for i in range(1, shards + 1))
     weights, depth = _weights("depth_weights", CHAIN_MODEL["cuda"].name, last), _part("depth", "engines", last)
     if first == last:
-        return [(weights, *rows, operators), (*topologies, uniform), mixed, depth]
-    return (*topologies, *rows, [(weights, [operators, uniform], *mixed), depth])
+        return [(weights, operators, others), (topologies, rows), depth]
+    return (*topologies, rows, [(weights, *others, *operators), depth])
 
 
 def steps(part: Plan) -> Iterator[Step]:
