@@ -86,6 +86,16 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     return None
 
 
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """``-n auto`` on cards is a worker for each, whose first card that is (:func:`own_card_first`); elsewhere xdist's own number."""
+    if str(config.option.markexpr).strip() != "cuda" or not _is_acceptance(config):
+        return None
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
 def _compare_revisions(config: pytest.Config, platform: Platform) -> int:
     from rlk.acceptance.revision_runs import compare_revisions
 
