@@ -17,6 +17,7 @@ from rlk.kernels.pack.cpu import LIBRARY as PACK
 from rlk.kernels.rms_norm.cpu import LIBRARY as RMS_NORM
 from rlk.kernels.rope.cpu import LIBRARY as ROPE
 from rlk.kernels.sampling.sm90 import SOURCE as HOPPER_SAMPLING
+from rlk.kernels.serving.sm90 import SOURCE as HOPPER_SERVING
 from rlk.kernels.silu.cpu import LIBRARY as SILU
 from rlk.kernels.swiglu.cpu import LIBRARY as SWIGLU
 
@@ -53,6 +54,7 @@ def declared_kernels() -> dict[str, tuple[str, ...]]:
     cuda = {
         HOPPER_PRODUCTS.kernel_id: _OPERATORS[DET_GEMM],
         HOPPER_SAMPLING.kernel_id: ("sampling",),
+        HOPPER_SERVING.kernel_id: ("rms_norm",),
         HOPPER_ATTENTION.kernel_id: _OPERATORS[ATTENTION],
         HOPPER_GRADIENTS.kernel_id: _OPERATORS[ATTENTION],
     }
