@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from rlk.contract.numerics import DEFAULT, ContractError, Numerics
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.topology import token_leaves
+from rlk.kernels.det_gemm import det_gemm_weight_grad
 from rlk.train.batch import Sample, micro_batch, micro_batches
 
 
@@ -40,6 +42,31 @@ def test_leaves_are_the_contracts(numerics: Numerics) -> None:
     leaves = token_leaves([41, 95], numerics.canonical_cp)
     assert (tuple(batch.leaf_index.tolist()), tuple(batch.leaf_offsets.tolist())) == (leaves.index, leaves.offsets)
     assert len(leaves.offsets) == numerics.canonical_cp + 1
+
+
+def test_leaves_of_scored_rows_are_those_of_all_without_groups_that_hold_none() -> None:
+    batch = micro_batch([sample(0, 300, 3), sample(1, 5, 90), sample(2, 40, 40)], DEFAULT)
+    assert torch.equal(batch.scored, batch.rows)
+    groups = [[row if row in batch.rows else -1 for row in group] for group in batch.leaf_index.view(-1, DEFAULT.mma_k).tolist()]
+    packed = torch.cat([batch.scored, torch.tensor([-1])])[batch.scored_index]
+    assert packed.view(-1, DEFAULT.mma_k).tolist() == [group for group in groups if max(group) >= 0]
+    edges = batch.scored_offsets.tolist()
+    for leaf, (first, last) in enumerate(pairwise(edges)):
+        whole = batch.leaf_index[batch.leaf_offsets[leaf] : batch.leaf_offsets[leaf + 1]].tolist()
+        assert [row for row in packed[first:last].tolist() if row >= 0] == [row for row in whole if row in batch.rows]
+    assert edges[-1] < batch.leaf_index.numel()
+
+
+def test_a_gradient_over_scored_rows_is_that_over_all_rows() -> None:
+    batch = micro_batch([sample(0, 100, 3), sample(1, 5, 90), sample(2, 1, 1)], DEFAULT)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(batch.tokens, 24, generator=generator).bfloat16(), torch.zeros(batch.tokens, 40, dtype=torch.bfloat16)
+    dy[batch.rows] = torch.randn(len(batch.rows), 40, generator=generator).bfloat16()
+    dy[batch.rows[::3]] = -0.0
+    whole = det_gemm_weight_grad(x, dy, batch.leaf_index, batch.leaf_offsets)
+    few = lambda dy: det_gemm_weight_grad(x[batch.scored], dy, batch.scored_index, batch.scored_offsets)
+    assert torch.equal(few(dy[batch.scored]).view(torch.int32), whole.view(torch.int32))
+    assert not torch.equal(few(dy[batch.scored].roll(1, 0)), whole)
 
 
 def test_micro_batches_hold_contiguous_ids_and_leave_empty_samples_out() -> None:

@@ -86,6 +86,7 @@ def test_a_rank_without_a_token_has_rows_but_no_leaf_target_or_segment() -> None
     assert batch.tokens == 2
     assert (batch.leaf_index.numel(), batch.rows.numel(), batch.context.segments) == (0, 0, ())
     assert batch.leaf_offsets.tolist() == [0, 0]
+    assert (batch.scored.tolist(), batch.scored_index.numel(), batch.scored_offsets.tolist()) == ([0], 0, [0, 0])
     assert batch.joined.tolist() == [0]
 
 

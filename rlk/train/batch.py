@@ -11,7 +11,7 @@ import torch
 
 from rlk.contract.numerics import ContractError, Numerics
 from rlk.contract.records import Request, Response
-from rlk.contract.topology import local_token_leaves, token_leaves, zigzag_positions
+from rlk.contract.topology import TokenLeaves, local_token_leaves, token_leaves, zigzag_positions
 from rlk.train.context import Context, context_of
 
 
@@ -73,6 +73,9 @@ class MicroBatch:
     Of the A response tokens of all samples (samples, then tokens, ascending) the rank scores some: own: int64, which; rows: int64, the
     rows whose logits predict them; targets: int64, those tokens; temperature: fp32; supports: their retained ids, None where every id is
     retained. joined: int64[A], the row of every response token when the ranks' rows are joined in rank order.
+    scored: int64, the rows that need logits: ``rows``, or one row if the rank scores none. scored_index, scored_offsets: token order of a
+    weight gradient over them alone. Groups without such a row are left out, which changes no byte: they would add +0 (contract,
+    contraction rule 1).
     """
 
     samples: tuple[Sample, ...]
@@ -88,6 +91,9 @@ class MicroBatch:
     temperature: torch.Tensor
     supports: tuple[tuple[int, ...] | None, ...]
     joined: torch.Tensor
+    scored: torch.Tensor
+    scored_index: torch.Tensor
+    scored_offsets: torch.Tensor
 
     @property
     def tokens(self) -> int:
@@ -149,11 +155,23 @@ def micro_batch(samples: Sequence[Sample], numerics: Numerics, cp: int = 1, rank
     )
     integers = lambda values: torch.tensor(values, dtype=torch.int64)
     which, rows_of, targets, temperature, kept_ids = zip(*own) if own else ((), (), (), (), ())
+    scored = rows_of or (0,)
     return MicroBatch(
         tuple(samples), integers(ids), integers(positions), integers(starts), integers(leaves.index), integers(leaves.offsets),
         None if cp == 1 else context_of(lengths, mine, place, starts), integers(which), integers(rows_of), integers(targets),
-        torch.tensor(temperature, dtype=torch.float32), tuple(kept_ids), integers(joined),
+        torch.tensor(temperature, dtype=torch.float32), tuple(kept_ids), integers(joined), integers(scored),
+        *_leaves_of(scored, leaves, starts[-1], numerics.mma_k),
     )  # fmt: skip
+
+
+def _leaves_of(rows: Sequence[int], leaves: TokenLeaves, tokens: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index and offsets of the same leaves where only ``rows`` of the ``tokens`` are there, without groups that hold none of them."""
+    place = torch.full((tokens + 1,), -1)
+    place[torch.tensor(rows)] = torch.arange(len(rows))
+    index = place[torch.tensor(leaves.index, dtype=torch.int64)].view(-1, group)  # −1 finds the last place, which is −1
+    held = (index >= 0).any(dim=1)
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), held.cumsum(0)])
+    return index[held].flatten(), before[torch.tensor(leaves.offsets) // group] * group
 
 
 def held_positions(length: int, cp: int, numerics: Numerics) -> list[tuple[int, ...]]:

@@ -85,10 +85,10 @@ class MixedModel(NativeModel):
         with self.log.of("logp"):
             if "logp" not in self.routes:
                 return native_logp(sample, logits[:, : self.config.vocab_size].float())
-            batch = self.tokens.batch(len(logits))
+            batch = self.tokens.batch(len(sample.ids))
             scores, bad = self.scoring.rows(batch, logits)
             require_finite(int(bad))
-            return scores[batch.rows]
+            return self.scoring.of_targets(batch, scores)
 
     def _computed(self, name: str) -> bool:
         return _ROUTE_OF[name.rpartition(".")[2]] in self.routes

@@ -140,22 +140,41 @@ class StrictEmbedding(VocabParallelEmbedding):
 
 
 class StrictOutput(ColumnParallelLinear):
-    """Output layer, [T, 1, H] -> fp32 logits [T, 1, columns of this rank]: plain order, input gradient over the vocabulary shards."""
+    """Output layer, [T, 1, H] -> fp32 logits [rows, 1, columns of this rank] of the rows that are scored, of all T while a trace is on:
+    plain order, input gradient over the vocabulary shards. A row without logits has no loss: it adds +0 to every gradient."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
-        h = input.squeeze(1)
-        parallel = self.config.parallel
+        every = input.squeeze(1)
+        tokens, parallel = self.config.tokens, self.config.parallel
+        batch = tokens.batch(len(every))
+        h = every if tokens.trace is not None else _Picked.apply(every, batch.scored)
         y = output(h, weight.detach(), len(parallel.shards), parallel.tp)
         rows = h.detach()
 
         def gradient(batch, dy):  # type: ignore[no-untyped-def]
-            return lm_head_weight_grad(rows, dy.bfloat16(), batch.leaf_index, batch.leaf_offsets)
+            return lm_head_weight_grad(rows, dy.bfloat16(), batch.scored_index, batch.scored_offsets)
 
-        tokens = self.config.tokens
-        tokens.on_gradient(y, weight, gradient)
+        tokens.on_gradient(y, weight, gradient, rows=len(every))
         if tokens.trace is not None:
             tokens.trace.put("final_norm", rows)
         return y.unsqueeze(1)
+
+
+class _Picked(torch.autograd.Function):
+    """Rows of x; the others have gradient +0. Rows are copied there, never added to zeros, which would lose a −0."""
+
+    @staticmethod
+    def forward(ctx, x, rows):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        (rows,) = ctx.saved_tensors
+        dx = dy.new_zeros(ctx.shape)
+        dx[rows] = dy
+        return dx, None
 
 
 class StrictAttention(MegatronModule):

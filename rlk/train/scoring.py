@@ -35,16 +35,22 @@ class Scoring:
         self.columns = Columns(parallel.shards.start * width, len(parallel.shards), width, vocab_size)
 
     def rows(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(fp32 [T]: logprob of the next token in the rows that predict a response token, +0 in the others; int64 [1]: first row of the
-        TP group with a logit that is not finite, or -1). logits: fp32 [T, columns of this rank]."""
+        """(fp32, one for each row of ``logits``: logprob of the next token in the rows that predict a response token, +0 in the others;
+        int64 [1]: first row of the TP group with a logit that is not finite, or -1).
+
+        logits: fp32 [rows, columns of this rank], of ``batch.scored`` or of all T tokens.
+        """
+        count, at = len(logits), self._at(batch, len(logits))
         bad = first_bad_row(logits.detach())
-        active = batch.ids.new_zeros(batch.tokens, dtype=torch.bool)
-        active[batch.rows] = True
-        targets = batch.targets.new_zeros(batch.tokens)
-        targets[batch.rows] = batch.targets
-        temperature = batch.temperature.new_ones(batch.tokens)
-        temperature[batch.rows] = batch.temperature
-        support = self._support(batch)
+        if count != batch.tokens:
+            bad = torch.where(bad < 0, bad, batch.scored[bad])
+        active = batch.ids.new_zeros(count, dtype=torch.bool)
+        active[at] = True
+        targets = batch.targets.new_zeros(count)
+        targets[at] = batch.targets
+        temperature = batch.temperature.new_ones(count)
+        temperature[at] = batch.temperature
+        support = self._support(batch, count)
         if self.parallel.tp.size > 1:
             args = (targets, temperature, support, active, bad, self.columns, self.numerics.vocab_tile, self.parallel.tp)
             result: tuple[torch.Tensor, torch.Tensor] = _ShardedLogp.apply(logits, *args)
@@ -55,19 +61,36 @@ class Scoring:
         )  # fmt: skip
         return scores, bad
 
+    def of_targets(self, batch: MicroBatch, scores: torch.Tensor) -> torch.Tensor:
+        """fp32, one for each of ``batch.targets``, of the scores that :meth:`rows` gave."""
+        return scores[self._at(batch, len(scores))]
+
+    def seeded(self, batch: MicroBatch, scores: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        """The gradient of the scores that :meth:`rows` gave: ``slopes`` of every response token of all samples, fp32, +0 elsewhere."""
+        seed = torch.zeros_like(scores)
+        seed[self._at(batch, len(scores))] = slopes[batch.own]
+        return seed
+
     def joined(self, batch: MicroBatch, scores: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
         """Logprob of every response token of all samples, fp32 [tokens], on every rank, from the scores of each rank's rows."""
-        every, worst = self.parallel.cp.all_gather_many([scores.detach(), bad])
+        own = scores.new_zeros(batch.tokens)
+        own[batch.rows] = self.of_targets(batch, scores.detach())
+        every, worst = self.parallel.cp.all_gather_many([own, bad])
         require_finite(int(worst.max()))
         return every.flatten()[batch.joined]
 
-    def _support(self, batch: MicroBatch) -> torch.Tensor | None:
-        """bool [T, columns of this rank] if any target's support is truncated, else None."""
+    @staticmethod
+    def _at(batch: MicroBatch, count: int) -> torch.Tensor:
+        """Which of ``count`` rows of logits predict the targets: ``batch.rows`` of all tokens, the first ones of ``batch.scored``."""
+        return batch.rows if count == batch.tokens else torch.arange(len(batch.rows), device=batch.rows.device)
+
+    def _support(self, batch: MicroBatch, count: int) -> torch.Tensor | None:
+        """bool [count, columns of this rank] if any target's support is truncated, else None."""
         if all(kept is None for kept in batch.supports):
             return None
         first, last = self.columns.first, self.columns.first + self.columns.width
-        rows: list[tuple[int, ...] | None] = [None] * batch.tokens
-        for row, kept in zip(batch.rows.tolist(), batch.supports):
+        rows: list[tuple[int, ...] | None] = [None] * count
+        for row, kept in zip(self._at(batch, count).tolist(), batch.supports):
             rows[row] = kept if kept is None or self.parallel.tp.size == 1 else tuple(i - first for i in kept if first <= i < last)
         return support_mask(rows, self.columns.real, width=self.columns.width).to(batch.ids.device)
 

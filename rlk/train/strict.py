@@ -111,9 +111,7 @@ class StrictModel:
         with self.tokens.use(batch):
             scores, bad = self._logp(batch)
             slopes = seeds(self.scoring.joined(batch, scores, bad)).float()
-            seed = torch.zeros_like(scores)
-            seed[batch.rows] = slopes[batch.own]
-            scores.backward(seed)
+            scores.backward(self.scoring.seeded(batch, scores, slopes))
             self.tokens.require_gradients(self.parameters)
             self.tokens.join()
 
@@ -122,7 +120,7 @@ class StrictModel:
             require_ids(batch.samples, self.config.vocab_size)
 
     def _logp(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`Scoring.rows` of this rank's rows."""
+        """:meth:`Scoring.rows` of this rank's rows that are scored, of all of them while a trace is on."""
         edges, longest = batch.cu_seqlens, batch.longest
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=longest, max_seqlen_kv=longest)
         logits = self.module(batch.ids[None], batch.positions[None], None, packed_seq_params=packed)[0]

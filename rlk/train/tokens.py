@@ -65,15 +65,17 @@ class Tokens:
         gradient: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
         *,
         per_shard: bool = False,
+        rows: int | None = None,
     ) -> None:
         """When the gradient of y [tokens, …] arrives, fold ``gradient(batch, dy)`` into the parameter's main gradient.
 
+        rows: tokens of the micro-batch where y has only some of them.
         gradient: fp32, the root over this rank's leaves in the parameter's shape; per_shard: one such root for each canonical shard of
         this rank, [shards, …], of a parameter that every TP rank holds.
         """
         if not y.requires_grad:
             return
-        batch = self.batch(y.shape[0])
+        batch = self.batch(y.shape[0] if rows is None else rows)
 
         def fold(dy: torch.Tensor) -> None:
             if batch is not self._batch:
