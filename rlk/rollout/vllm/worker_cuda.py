@@ -32,13 +32,22 @@ class StrictCudaWorker(StrictWorkerMixin, Worker):
         most = self.vllm_config.scheduler_config.max_num_seqs
         return DeviceStrictSampler(self.model_runner, config, numerics, max_rows=most)
 
+    def determine_available_memory(self) -> int:
+        """Also gives back what loading the weights and vLLM's trial step left, which would lie between the pages of the KV cache."""
+        available: int = super().determine_available_memory()
+        torch.cuda.empty_cache()
+        return available
+
     def compile_or_warm_up_model(self) -> Any:
-        """Also compiles what a prompt needs: vLLM itself only runs prompts without attention before the first request."""
-        most = min(self.vllm_config.scheduler_config.max_num_batched_tokens, self.vllm_config.model_config.max_model_len)
-        torch.cuda.empty_cache()  # what loading the weights left
-        for rows in sorted({min(most, rows) for rows in (2, 64, 512, 2048, most)}, reverse=True):  # small steps reuse memory of large ones
+        """Also compiles what a prompt needs: vLLM itself only runs prompts without attention before the first request. At the end a step
+        of the most tokens makes the blocks of memory that every smaller step reuses."""
+        budget = self.vllm_config.scheduler_config.max_num_batched_tokens
+        most = min(budget, self.vllm_config.model_config.max_model_len)
+        for rows in sorted({min(most, rows) for rows in (2, 64, 512, 2048, most)}, reverse=True):
             self.model_runner._dummy_run(rows, force_attention=True, skip_eplb=True, is_profile=True)
         times = super().compile_or_warm_up_model()
+        torch.cuda.empty_cache()
+        self.model_runner._dummy_run(budget, skip_eplb=True, is_profile=True)
         for entry in getattr(self.model_runner.model, "concrete_cudagraph_entries", {}).values():
             entry.cudagraph = CountedGraph(entry.cudagraph)
         return times
