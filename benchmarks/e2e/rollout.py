@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ ARMS: dict[str, tuple[str, dict[str, str]]] = {
     "rlk strict": ("strict", {}),
 }
 """Arm -> mode of the engine, variables of its process."""
+STRICT, SLOW = "rlk strict", "vllm batch-invariant"
 WITH_IDS = "rlk strict, retained ids returned"
 KV_BYTES = 12 << 30
 CONTEXT = 4096
@@ -48,13 +49,18 @@ class Row:
     def name(self) -> str:
         return f"{self.batch} × {self.prompt} in, {self.response} out"
 
+    @property
+    def shape(self) -> dict[str, int]:
+        """What an arm is asked for."""
+        return {"batch": self.batch, "prompt": self.prompt}
+
 
 ROWS = (Row(1, 256, 256), Row(16, 256, 256), Row(128, 256, 256), Row(1, 2048, 1024))
 ROUNDS = 3
-START_SHARE = 0.65
+START_SHARE = 0.75
 """Of the time limit, for the engines to start."""
-PROFILED = ((16, 256), (128, 256))
-"""(batch, prompt) of the profiles, which are taken after the times."""
+PROFILED = ROWS[1:3]
+"""Rows whose first steps are profiled, after all times."""
 PROFILE_STEPS = 16
 PROFILE_S, IDS_S = 12.0, 15.0
 """Seconds that an arm's profiles take, and a row with retained ids."""
@@ -188,70 +194,81 @@ def serve(checkpoint: Path, mode: Any) -> None:
 
 
 def measure(checkpoint: Path, names: Sequence[str], limit: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Start these arms at once, prove the strict one, then time the rows round by round; ``keep`` is given the result as it grows.
+    """Start these arms at once, the strict one among them, prove it, then time the rows round by round; ``keep`` is given the result as it
+    grows.
 
+    :data:`SLOW`, which takes several times as long as the others, is timed in the first round only, and in the long row after all rounds.
     limit: seconds after which nothing is begun that would not end in time; a row that was never timed is named in "skipped", an arm that
     was not up after :data:`START_SHARE` of them in "failed".
     """
     began = time.monotonic()
+    left = lambda: began + limit - time.monotonic()
     result: dict[str, Any] = {"checkpoint": checkpoint.name, "arms": {}, "rows": {}, "skipped": [], "failed": [], "profile": {}}
-    arms = [Arm(name, checkpoint) for name in names]
+    started = {name: Arm(name, checkpoint) for name in names}
     try:
-        for arm in [*arms]:
-            try:
-                result["arms"][arm.name] = arm.ready(max(0.0, began + START_SHARE * limit - time.monotonic()))
-            except RuntimeError as error:  # the others are measured all the same
-                result["failed"].append(str(error))
-                arm.close()
-                arms.remove(arm)
-        strict = next((arm for arm in arms if ARMS[arm.name][0] == "strict"), None)
-        if strict is None:
-            return result
-        result["proof"] = strict.ask(do="proved")
+        _prepare(started, result, lambda: left() - (1 - START_SHARE) * limit)
         keep(result)
-        if result["proof"]["differ"]:
+        arms = [started[name] for name in names if name in result["arms"]]
+        if STRICT not in result["arms"] or result["proof"]["differ"]:
             return result
-        took: dict[str, float] = {}
-        left = lambda: began + limit - time.monotonic()
-        for number in range(ROUNDS):
-            for row in ROWS:
-                expected = took.get(row.name, took.get(ROWS[0].name, 0.0) * row.response / ROWS[0].response)
-                if left() < expected + 2 * PROFILE_S:
-                    continue
-                start = time.monotonic()
-                _round(arms, row, number, result["rows"].setdefault(row.name, {}))
-                took[row.name] = time.monotonic() - start
-                keep(result)
+        result["arms"] = {arm.name: result["arms"][arm.name] for arm in arms}
+        _time(arms, result, left, keep)
         result["skipped"] = [row.name for row in ROWS if row.name not in result["rows"]]
         for arm in arms:
             result["arms"][arm.name]["memory"] = arm.ask(do="memory")
         keep(result)
-        shapes = [{"batch": batch, "prompt": prompt} for batch, prompt in PROFILED]
-        for arm in {arms[0].name: arms[0], strict.name: strict}.values():
-            if left() > PROFILE_S:
-                found = {f"{shape['batch']} × {shape['prompt']} in": arm.ask(do="profiled", **shape) for shape in shapes}
-                result["profile"][arm.name] = found
-                keep(result)
         for row in ROWS:
             if row.name in result["rows"] and left() > IDS_S:
-                ran = strict.ask(do="timed", batch=row.batch, prompt=row.prompt, response=row.response, seed=9, supports=True)
+                ran = started[STRICT].ask(do="timed", **row.shape, response=row.response, seed=9, supports=True)
                 result["rows"][row.name][WITH_IDS] = [ran["tokens"] / ran["seconds"]]
         keep(result)
-    finally:
         for arm in arms:
+            if arm.name != SLOW and left() > PROFILE_S:
+                result["profile"][arm.name] = {f"{row.batch} × {row.prompt} in": arm.ask(do="profiled", **row.shape) for row in PROFILED}
+                keep(result)
+    finally:
+        for arm in started.values():
             arm.close()
     return result
 
 
-def _round(arms: Sequence[Arm], row: Row, number: int, speeds: dict[str, list[float]]) -> None:
-    """Time every arm once; the first time after a short generation, since shapes may compile or capture on first use."""
-    shape = {"batch": row.batch, "prompt": row.prompt}
-    for arm in arms if not speeds else ():
-        arm.ask(do="timed", **shape, response=8, seed=1)
-    for arm in arms if number % 2 == 0 else reversed(arms):
-        ran = arm.ask(do="timed", **shape, response=row.response, seed=10 + number)
-        speeds.setdefault(arm.name, []).append(ran["tokens"] / ran["seconds"])
-    print(row.name, {name: [round(speed, 1) for speed in each] for name, each in speeds.items()}, flush=True)
+def _prepare(started: Mapping[str, Arm], result: dict[str, Any], left: Callable[[], float]) -> None:
+    """Wait for every arm, the strict one first, and let it run every shape once, which may compile on first use; prove the strict one."""
+    for arm in sorted(started.values(), key=lambda arm: (arm.name != STRICT, arm.name == SLOW)):
+        try:
+            found = arm.ready(max(0.0, left()))
+        except RuntimeError as error:  # the others are measured all the same
+            result["failed"].append(str(error))
+            arm.close()
+            if arm.name == STRICT:
+                return
+            continue
+        result["arms"][arm.name] = found
+        print(f"{arm.name} was up after {found['start_s']:.0f} s", flush=True)
+        if arm.name == STRICT:
+            result["proof"] = arm.ask(do="proved")
+            if result["proof"]["differ"]:
+                return
+        for row in ROWS:
+            arm.ask(do="timed", **row.shape, response=8, seed=1)
+
+
+def _time(arms: Sequence[Arm], result: dict[str, Any], left: Callable[[], float], keep: Callable[[dict[str, Any]], None]) -> None:
+    """Tokens per second of every row and arm, round by round, as long as there is time."""
+    fast, slow = [arm for arm in arms if arm.name != SLOW], [arm for arm in arms if arm.name == SLOW]
+    took: dict[tuple[str, str], float] = {}
+    rounds = [(number, row, arms if number == 0 and row is not ROWS[-1] else fast) for number in range(ROUNDS) for row in ROWS]
+    for number, row, timed in [*rounds, (0, ROWS[-1], slow)]:
+        expected = sum(took.get((arm.name, row.name), row.response / (40 if arm.name == SLOW else 150)) for arm in timed)
+        if not timed or left() < expected:
+            continue
+        for arm in timed if number % 2 == 0 else reversed(timed):
+            ran = arm.ask(do="timed", **row.shape, response=row.response, seed=10 + number)
+            took[arm.name, row.name] = ran["seconds"]
+            result["rows"].setdefault(row.name, {}).setdefault(arm.name, []).append(ran["tokens"] / ran["seconds"])
+        speeds = result["rows"][row.name]
+        print(row.name, {name: [round(speed, 1) for speed in each] for name, each in speeds.items()}, flush=True)
+        keep(result)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -261,7 +278,7 @@ def table(result: dict[str, Any]) -> str:
     for row, speeds in result["rows"].items():
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         cells = [f"{medians[name]:.0f} ({min(speeds[name]):.0f}–{max(speeds[name]):.0f})" if name in speeds else "" for name in names]
-        ratio = f"{medians['rlk strict'] / medians['vllm']:.2f}" if "vllm" in medians else ""
+        ratio = f"{medians[STRICT] / medians['vllm']:.2f}" if {STRICT, "vllm"} <= medians.keys() else ""
         lines.append(f"| {row} | {' | '.join(cells)} | {ratio} |")
     starts = [f"{arm['start_s']:.0f}" for arm in result["arms"].values()]
     peaks = [f"{arm['memory']['peak_reserved'] / (1 << 30):.1f}" for arm in result["arms"].values()]
@@ -277,7 +294,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("results", type=Path, nargs="?")
-    parser.add_argument("--arm", action="append", choices=tuple(ARMS), help="measure this arm (repeatable; default: all)")
+    parser.add_argument(
+        "--arm", action="append", choices=tuple(ARMS), help="measure this arm beside the strict one (repeatable; default: all)"
+    )
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which nothing is begun")
     parser.add_argument("--serve", choices=("native", "strict"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -292,7 +311,8 @@ def main() -> int:
         if arguments.results:
             arguments.results.write_text(json.dumps({"where": found, **result}, indent=1) + "\n", encoding="utf-8")
 
-    result = measure(arguments.checkpoint, arguments.arm or list(ARMS), arguments.limit, keep)
+    names = [name for name in ARMS if name in (*(arguments.arm or ARMS), STRICT)]
+    result = measure(arguments.checkpoint, names, arguments.limit, keep)
     for problem in result["failed"]:
         print(f"failed: {problem}")
     if "proof" not in result:
