@@ -63,7 +63,7 @@ def test_a_training_step_is_timed_beside_equal_gradients() -> None:
 def test_parts_of_a_step_are_timed_beside_equal_bytes() -> None:
     result = read("engine_steps_h200.json")
     parts = [part for part in result.values() if isinstance(part, dict) and "differ" in part]
-    assert len(parts) == 4
+    assert len(parts) == 5
     for part in parts:
         assert set(part["differ"].values()) == {0}
         assert {"tree", "committed", "what"} <= set(part)
