@@ -10,6 +10,7 @@ from rlk.kernels.attention.vendor_library import LIBRARY as FLASH_ATTENTION
 from rlk.kernels.batch_invariant_logp.cpu import LIBRARY as BATCH_INVARIANT_LOGP
 from rlk.kernels.det_gemm.cpu import LIBRARY as DET_GEMM
 from rlk.kernels.det_gemm.sm90 import SOURCE as HOPPER_PRODUCTS
+from rlk.kernels.det_gemm.sm90_tokens import SOURCE as HOPPER_WEIGHT_GRADIENTS
 from rlk.kernels.det_gemm.vendor import LIBRARY as CUBLASLT
 from rlk.kernels.embedding.cpu import LIBRARY as EMBEDDING
 from rlk.kernels.logp.cpu import LIBRARY as LOGP
@@ -53,6 +54,7 @@ def declared_kernels() -> dict[str, tuple[str, ...]]:
     triton = {TritonSource(op).kernel_id: operators for op, operators in _TRITON.items()}
     cuda = {
         HOPPER_PRODUCTS.kernel_id: _OPERATORS[DET_GEMM],
+        HOPPER_WEIGHT_GRADIENTS.kernel_id: _OPERATORS[DET_GEMM],
         HOPPER_SAMPLING.kernel_id: ("sampling",),
         HOPPER_SERVING.kernel_id: ("rms_norm",),
         HOPPER_ATTENTION.kernel_id: _OPERATORS[ATTENTION],

@@ -106,7 +106,7 @@ def test_padded_vocabulary_rows_give_plus_zero_and_change_nothing() -> None:
 
 def test_custom_operators_are_well_formed() -> None:
     h, w, dlogits = _inputs(5)
-    torch.library.opcheck(torch.ops.rlk.lm_head.default, (h.clone().requires_grad_(), w, 8))
+    torch.library.opcheck(torch.ops.rlk.lm_head.default, (h.clone().requires_grad_(), w, 1, 8, torch.float32))
     torch.library.opcheck(torch.ops.rlk.lm_head_input_grad.default, (dlogits, w, 8))
 
 

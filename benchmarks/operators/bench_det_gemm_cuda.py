@@ -31,7 +31,7 @@ from report import environment, graphed, microseconds
 
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.topology import token_leaves
-from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad, sm90
+from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad, sm90, sm90_tokens
 from rlk.kernels.det_gemm import triton as backend
 from rlk.kernels.det_gemm.sm90_plans import product_plan
 from rlk.kernels.det_gemm.triton_tiles import Tile
@@ -112,7 +112,7 @@ def arms(case: Case) -> Arms:
         wanted = backend.weight_grad("chain", x, dy, index, offsets, TOKEN_CHAIN)
         timed: dict[str, Run] = {"torch": lambda: torch.mm(dy.T, x), "torch_fp32": lambda: torch.mm(dy.T, x, out_dtype=torch.float32)}
         timed["det_gemm"] = lambda: det_gemm_weight_grad(x, dy, index, offsets)
-        return Arms(timed, wanted, "Triton")
+        return Arms(timed, wanted, sm90_tokens.__name__ if sm90_tokens.takes(x, dy, index, LEAVES) else "Triton")
     across = case.kind == "input gradient"
     fp32 = case.kind == "shard" and case.layer in SPLIT_FORWARD
     a, w = _random(case.rows, n if across else k), _random(n, k)
@@ -189,7 +189,7 @@ def main() -> None:
             print(f"{case}: {failed[str(case)]}", flush=True)
         result = {
             "name": "det_gemm", "date": time.strftime("%Y-%m-%d", time.gmtime()), **environment(),
-            "kernels": [sm90.SOURCE.kernel_id, backend.SOURCE.kernel_id],
+            "kernels": [source.SOURCE.kernel_id for source in (sm90, sm90_tokens, backend)],
             "what": __doc__.split("\n\n")[2].replace("\n", " ").strip(), "summary": summary(rows), "failed": failed, "times": rows,
         }  # fmt: skip
         (Path(os.environ.get("OUT", ".")) / "det_gemm.json").write_text(json.dumps(result, indent=1) + "\n")

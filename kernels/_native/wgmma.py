@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 
-def instruction(name: str, columns: int, *, held: bool, across: bool) -> str:
+def instruction(name: str, columns: int, *, held: bool, across: bool, a_across: bool = False) -> str:
     """``void name(float (&o)[columns / 2], a, b, keep)``: o = a·b (+ o if keep) of 64 rows, ``columns`` columns and 16 products, in bf16.
 
-    a: a descriptor of shared memory, or with ``held`` four registers; b: a descriptor, its columns along the lines if ``across``.
+    a: a descriptor of shared memory, its rows along the lines if ``a_across``, or with ``held`` four registers; b: a descriptor, its
+    columns along the lines if ``across``.
     """
     floats, parts = columns // 2, 4 if held else 1
     kind, letter = ("unsigned", "r") if held else ("unsigned long long", "l")
@@ -15,7 +16,7 @@ def instruction(name: str, columns: int, *, held: bool, across: bool) -> str:
     outputs, operands = (", ".join(template.format(i) for i in range(floats)) for template in ('"+f"(o[{}])', "%{}"))
     left = ", ".join(f"%{floats + i}" for i in range(parts))
     left = f"{{{left}}}" if held else left
-    transposed = f"{int(across)}" if held else f"0, {int(across)}"
+    transposed = f"{int(across)}" if held else f"{int(a_across)}, {int(across)}"
     return (
         f"__device__ __forceinline__ void {name}(float (&o)[{floats}], {parameters}, unsigned long long b, int keep) {{\n"
         f'asm volatile("{{\\n.reg .pred keep;\\nsetp.ne.b32 keep, %{floats + parts + 1}, 0;\\n"\n'

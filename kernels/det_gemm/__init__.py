@@ -5,22 +5,12 @@ from __future__ import annotations
 import torch
 
 from rlk.contract.numerics import is_power_of_two
-from rlk.kernels._triton import from_triton
 from rlk.kernels.det_gemm import cpu, vendor
-from rlk.kernels.dispatch import Backends, select
+from rlk.kernels.det_gemm.operators import backends
+from rlk.kernels.dispatch import select
 from rlk.kernels.leaves import check_leaves
 
-_FORWARD: Backends = {"cpu": cpu.det_gemm, "triton": from_triton("det_gemm", "det_gemm"), "vendor": vendor.det_gemm}
-_INPUT_PART: Backends = {
-    "cpu": cpu.det_gemm_input_part,
-    "triton": from_triton("det_gemm", "det_gemm_input_part"),
-    "vendor": vendor.det_gemm_input_part,
-}
-_WEIGHT_GRAD: Backends = {
-    "cpu": cpu.det_gemm_weight_grad,
-    "triton": from_triton("det_gemm", "det_gemm_weight_grad"),
-    "vendor": vendor.det_gemm_weight_grad,
-}
+_FORWARD, _INPUT_PART, _WEIGHT_GRAD = backends("det_gemm", cpu.OPERATORS, vendor.OPERATORS)
 
 
 def check_product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, grad_splits: int) -> None:

@@ -1,107 +1,36 @@
 // Matrix products in the contract's order for Hopper: copies by the tensor copy engine, warpgroup matrix instructions, leaves joined by the
 // tree of adjacent pairs without leaving the launch.
 //
-// A block holds one producer and CONSUMERS warpgroups of 64 output rows each. A leaf restarts the accumulator; its steps are 64 deep, four
-// groups of 16, ascending. Finished subtrees wait, per level of the tree, in registers (KEEPn floats of each thread), in shared memory
-// (SHAREDn) and for the rest in the thread's own workspace in global memory. With GROUPS > 1 a cluster of blocks divides the leaves of one output tile, and the blocks join their subtrees through each
-// other's shared memory. With PAIR two blocks of a cluster share an operand: each copies half of it for both. None of this changes the
-// sequence of additions of an element.
+// A block holds one producer and CONSUMERS warpgroups of 64 output rows each. A leaf restarts the accumulator; its steps are DEPTH deep,
+// groups of 16, ascending. Finished subtrees wait, per level of the tree, in registers (KEEPn floats of each thread) and in shared memory.
+// With GROUPS > 1 a cluster of blocks divides the leaves of one output tile, and the blocks join their subtrees through each other's shared
+// memory. With PAIR two blocks of a cluster share an operand: each copies half of it for both. None of this changes the sequence of
+// additions of an element.
 //
-// Compiled with: CONSUMERS (1 or 2), COLUMNS, STAGES, GROUPS, PAIR (0, 'a', 'b'), ACROSS (b lies [depth, columns] instead of
-// [columns, depth]), FLOAT_OUT, KEEP0, SHARED0, KEEP1, SHARED1, KEEP2, SHARED2.
+// Compiled with: CONSUMERS (1 or 2), COLUMNS, LINES (of 64 values: the depth of a stage), STAGES, GROUPS, PAIR (0, 'a', 'b'), ACROSS (b lies
+// [depth, columns] instead of [columns, depth]), FLOAT_OUT, LEVELS of the tree that a block joins (0 to 3), KEEP0, KEEP1, KEEP2.
 
+#include "sm90.h"
+#include "sm90_cluster.h"
 #include "wgmma.h"  // generated: multiply(acc, a, b, keep) for COLUMNS
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-struct alignas(64) TensorMap { u64 opaque[16]; };
-
-constexpr int DEPTH = 64, GROUP = 16, LINE = 128, CHUNK = DEPTH * LINE;  // a line: 64 values of bf16, swizzled over 128 bytes
+constexpr int DEPTH = 64 * LINES, GROUP = 16;
 constexpr int ROWS = 64 * CONSUMERS, FLOATS = COLUMNS / 2, QUADS = FLOATS / 4;
 constexpr int WORKERS = 128 * CONSUMERS, THREADS = WORKERS + 128;
 constexpr int B_CHUNKS = (COLUMNS + 63) / 64;
-constexpr int A_BYTES = ROWS * LINE, B_BYTES = ACROSS ? B_CHUNKS * CHUNK : COLUMNS * LINE;
+constexpr int A_LINE = ROWS * LINE, B_LINE = COLUMNS * LINE;
+constexpr int A_BYTES = LINES * A_LINE, B_BYTES = ACROSS ? B_CHUNKS * CHUNK : LINES * B_LINE;
+static_assert(!ACROSS || LINES == 1, "chunks of b are 64 deep");
+constexpr int SHARED0 = LEVELS > 0 ? FLOATS - KEEP0 : 0, SHARED1 = LEVELS > 1 ? FLOATS - KEEP1 : 0, SHARED2 = LEVELS > 2 ? FLOATS - KEEP2 : 0;
 constexpr int CLUSTER = PAIR ? 2 : GROUPS;
 constexpr int TILE_ROWS = PAIR == 'b' ? 2 * ROWS : ROWS, TILE_COLUMNS = PAIR == 'a' ? 2 * COLUMNS : COLUMNS;  // of a cluster
-constexpr int BAND = TILE_ROWS >= 256 ? 8 : 16;
+using Tiles = Grid<TILE_ROWS, TILE_COLUMNS>;
 
-__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ u32 rank_in_cluster() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ u32 at_rank(u32 shared, u32 rank) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
-    return there;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "WAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(barrier), "r"(phase) : "memory");
-}
-
-// Arrive at the barrier at this place in block `rank` of the pair. Only matrix instructions read what it guards, and they are done: the
-// default scope is enough, and a cluster's would flush every write of the block.
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
-    if (!PAIR) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-    else asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at_rank(barrier, rank)) : "memory");
-}
-
-__device__ __forceinline__ void copy(const TensorMap& map, u32 to, u32 barrier, int inner, int outer) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(inner), "r"(outer) : "memory");
-}
-
-// Into the same place of both blocks of the cluster.
-__device__ __forceinline__ void copy_to_both(const TensorMap& map, u32 to, u32 barrier, int inner, int outer) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(
-            to),
-        "l"(&map), "r"(barrier), "r"(inner), "r"(outer), "h"((unsigned short)3) : "memory");
-}
-
-// The matrix instruction's view of an operand in 128-byte swizzled lines.
-__device__ __forceinline__ u64 descriptor(u32 shared, bool across) {
-    return (1ull << 62) | (64ull << 32) | ((across ? u64(CHUNK >> 4) : 1ull) << 16) | u64((shared & 0x3FFFF) >> 4);
-}
-
-// Keeps reads and writes of an accumulator on their side of the products.
-__device__ __forceinline__ void pin(float (&acc)[FLOATS]) {
-#pragma unroll
-    for (int i = 0; i < FLOATS; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-}
-
-template <int LEFT> __device__ __forceinline__ void await_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ __forceinline__ float4 global_load(const float4* p) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void global_store(float4* p, float4 v) {
-    asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+// A stage goes back to whoever copies into it: both blocks of a pair.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+    if (PAIR) {
+        if (lane < 2) barrier_arrive_at(barrier, lane);
+    } else if (lane == 0) barrier_arrive(barrier);
 }
 
 __device__ __forceinline__ float4 peer_load(u32 p) {
@@ -112,20 +41,17 @@ __device__ __forceinline__ float4 peer_load(u32 p) {
 
 __device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// Where a finished subtree waits for its sibling: KEEP floats in registers, SHARED in shared memory, the rest in global memory.
-template <int KEEP, int SHARED> struct Desk {
+// Where a finished subtree waits for its sibling: KEEP floats in registers, the others in shared memory.
+template <int KEEP> struct Desk {
     float kept[KEEP ? KEEP : 1];
-    float4 *shared, *global;
+    float4* shared;
 
     __device__ __forceinline__ void put(const float (&acc)[FLOATS]) {
 #pragma unroll
         for (int i = 0; i < KEEP; ++i) kept[i] = acc[i];
 #pragma unroll
-        for (int i = KEEP / 4; i < QUADS; ++i) {
-            const float4 v = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-            if (4 * i < KEEP + SHARED) shared[(i - KEEP / 4) * WORKERS] = v;
-            else global_store(global + i * WORKERS, v);
-        }
+        for (int i = KEEP / 4; i < QUADS; ++i)
+            shared[(i - KEEP / 4) * WORKERS] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
     }
 
     __device__ __forceinline__ void join(float (&acc)[FLOATS]) const {
@@ -133,7 +59,7 @@ template <int KEEP, int SHARED> struct Desk {
         for (int i = 0; i < KEEP; ++i) acc[i] = kept[i] + acc[i];
 #pragma unroll
         for (int i = KEEP / 4; i < QUADS; ++i) {
-            const float4 v = 4 * i < KEEP + SHARED ? shared[(i - KEEP / 4) * WORKERS] : global_load(global + i * WORKERS);
+            const float4 v = shared[(i - KEEP / 4) * WORKERS];
             acc[4 * i] = v.x + acc[4 * i];
             acc[4 * i + 1] = v.y + acc[4 * i + 1];
             acc[4 * i + 2] = v.z + acc[4 * i + 2];
@@ -143,26 +69,6 @@ template <int KEEP, int SHARED> struct Desk {
 };
 
 __device__ __forceinline__ float quiet(float v) { return v == v ? v : __int_as_float(0x7FC00000); }
-
-// Two values rounded to nearest even, the first in the lower half; every NaN is the quiet one.
-__device__ __forceinline__ u32 rounded(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    if (!(low == low)) both = (both & 0xFFFF0000u) | 0x7FC0u;
-    if (!(high == high)) both = (both & 0x0000FFFFu) | 0x7FC00000u;
-    return both;
-}
-
-// Four lanes hold the pieces 2q, 2q+1 of four groups of 8 columns; afterwards lane q holds group q whole.
-__device__ __forceinline__ void transpose(u32 (&v)[4], int lane) {
-    const bool upper = lane & 2, odd = lane & 1;
-    u32 x = __shfl_xor_sync(~0u, upper ? v[0] : v[2], 2), y = __shfl_xor_sync(~0u, upper ? v[1] : v[3], 2);
-    if (upper) v[0] = x, v[1] = y;
-    else v[2] = x, v[3] = y;
-    x = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1), y = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
-    if (odd) v[0] = x, v[2] = y;
-    else v[1] = x, v[3] = y;
-}
 
 // COUNT groups of 8 columns up to `end`, from this thread's share: value[4j … 4j+3] = (row, 2 columns), (row + 8, 2 columns) of group j.
 template <int COUNT>
@@ -211,75 +117,69 @@ template <int COUNT> __device__ __forceinline__ float4 joined(u32 shared, int fi
     else return plus(joined<COUNT / 2>(shared, first), joined<COUNT / 2>(shared, first + COUNT / 2));
 }
 
-struct Ring {  // position in the ring of stages
-    int stage = 0;
-    u32 phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
-};
-
 struct Problem {
     void* out;
-    float4* desks;
     int rows, columns, depth, leaves, bytes;  // depth of a leaf; leaves of this block; bytes that fill a stage
     __device__ __forceinline__ int steps() const { return (depth + DEPTH - 1) / DEPTH; }
-    // First row and column of this block's part of the cluster's tile: bands of tiles, so that operands stay in the cache.
+    __device__ __forceinline__ int tiles() const { return Tiles::count(rows, columns); }
+    // First row and column of this block's part of the cluster's tile.
     __device__ __forceinline__ void place(int tile, u32 rank, int& row, int& column) const {
-        const int down = (rows + TILE_ROWS - 1) / TILE_ROWS, across = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-        const int top = tile / (BAND * across) * BAND, height = min(down - top, BAND), inside = tile % (BAND * across);
-        row = (top + inside % height) * TILE_ROWS + (PAIR == 'b' ? rank * ROWS : 0);
-        column = inside / height * TILE_COLUMNS + (PAIR == 'a' ? rank * COLUMNS : 0);
-    }
-    __device__ __forceinline__ int tiles() const {
-        return ((rows + TILE_ROWS - 1) / TILE_ROWS) * ((columns + TILE_COLUMNS - 1) / TILE_COLUMNS);
+        Tiles::place(tile, rows, columns, row, column);
+        if (PAIR == 'b') row += rank * ROWS;
+        if (PAIR == 'a') column += rank * COLUMNS;
     }
 };
 
 // One step of a into a stage; a shared operand is copied in halves, one by each block.
 __device__ __forceinline__ void copy_a(const TensorMap& a, u32 to, u32 barrier, int row, int k, u32 rank) {
-    if (PAIR == 'a') copy_to_both(a, to + rank * (A_BYTES / 2), barrier, k, row + rank * (ROWS / 2));
-    else copy(a, to, barrier, k, row);
+    constexpr bool BOTH = PAIR == 'a';
+#pragma unroll
+    for (int l = 0; l < LINES; ++l, to += A_LINE, k += 64)
+        copy_to<BOTH>(a, to + (BOTH ? rank * (A_LINE / 2) : 0), barrier, k, row + (BOTH ? rank * (ROWS / 2) : 0));
 }
 
 // The same of b.
 __device__ __forceinline__ void copy_b(const TensorMap& b, u32 to, u32 barrier, int column, int k, u32 rank) {
-    constexpr int B_PART = PAIR == 'b' ? 2 : 1;
-    const u32 b_to = to + A_BYTES;
+    constexpr bool BOTH = PAIR == 'b';
+    u32 b_to = to + A_BYTES;
     if (ACROSS) {
 #pragma unroll
-        for (int c = 0; c < B_CHUNKS / B_PART; ++c) {
-            const int chunk = PAIR == 'b' ? rank * (B_CHUNKS / 2) + c : c;
-            if (PAIR == 'b') copy_to_both(b, b_to + chunk * CHUNK, barrier, column + 64 * chunk, k);
-            else copy(b, b_to + chunk * CHUNK, barrier, column + 64 * chunk, k);
+        for (int c = 0; c < B_CHUNKS / (BOTH ? 2 : 1); ++c) {
+            const int chunk = (BOTH ? rank * (B_CHUNKS / 2) : 0) + c;
+            copy_to<BOTH>(b, b_to + chunk * CHUNK, barrier, column + 64 * chunk, k);
         }
-    } else if (PAIR == 'b') copy_to_both(b, b_to + rank * (B_BYTES / 2), barrier, k, column + rank * (COLUMNS / 2));
-    else copy(b, b_to, barrier, k, column);
+    } else {
+#pragma unroll
+        for (int l = 0; l < LINES; ++l, b_to += B_LINE, k += 64)
+            copy_to<BOTH>(b, b_to + (BOTH ? rank * (B_LINE / 2) : 0), barrier, k, column + (BOTH ? rank * (COLUMNS / 2) : 0));
+    }
 }
 
 // A leaf: the accumulator from +0, `steps` stages of the ring in order. A stage is given back once the products that read it are done.
 __device__ __forceinline__ void accumulate(
-    float (&acc)[FLOATS], Ring& ring, int steps, u32 start, u32 empty, int group, int lane) {
+    float (&acc)[FLOATS], Ring<STAGES>& ring, int steps, u32 start, u32 empty, int group, int lane) {
     const u32 full = empty - 8 * STAGES;
     u32 before = 0;
     pin(acc);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step, ring.next()) {
+    for (int step = 0; step < steps; ++step, ring.next(1)) {
         barrier_wait(full + 8 * ring.stage, ring.phase);
         const u32 a_at = start + ring.stage * (A_BYTES + B_BYTES), b_at = a_at + A_BYTES;
         const u64 x = descriptor(a_at + group * CHUNK, false), y = descriptor(b_at, ACROSS);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        products_begin();
 #pragma unroll
         for (int g = 0; g < DEPTH / GROUP; ++g)
-            multiply(acc, x + g * 2, y + g * (ACROSS ? GROUP * LINE >> 4 : 2), step | g);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            multiply(
+                acc, x + g / 4 * (A_LINE >> 4) + g % 4 * 2,
+                y + (ACROSS ? g * (GROUP * LINE >> 4) : g / 4 * (B_LINE >> 4) + g % 4 * 2), step | g);
+        products_end();
         await_products<1>();
-        if (step && lane < (PAIR ? 2 : 1)) barrier_arrive(before, lane);
+        if (step) give_back(before, lane);
         before = empty + 8 * ring.stage;
     }
     await_products<0>();
     pin(acc);
-    if (steps && lane < (PAIR ? 2 : 1)) barrier_arrive(before, lane);
+    if (steps) give_back(before, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) product(
@@ -299,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, 4 * CONSUMERS * (PAIR ? 2 : 1));
         }
-        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+        barriers_ready();
+        shared_written();
     }
     __syncthreads();
     if (CLUSTER > 1) cluster_sync();
@@ -323,12 +224,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 }
             }
             asm volatile("griddepcontrol.wait;" ::: "memory");
-            Ring ring;
+            Ring<STAGES> ring(0);
             for (int tile = cluster; tile < p.tiles(); tile += clusters) {
                 int row, column;
                 p.place(tile, rank, row, column);
                 for (int leaf = first_leaf; leaf < first_leaf + p.leaves; ++leaf) {
-                    for (int step = 0; step < steps; ++step, ring.next(), --early) {
+                    for (int step = 0; step < steps; ++step, ring.next(1), --early) {
                         const u32 barrier = full + 8 * ring.stage, to = start + ring.stage * (A_BYTES + B_BYTES);
                         const int k = leaf * p.depth + step * DEPTH;
                         if (early <= 0) {
@@ -351,20 +252,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 #endif
     float4* const shared = (float4*)(base + STAGES * (A_BYTES + B_BYTES)) + threadIdx.x;
-    float4* const desk = p.desks + (long long)blockIdx.x * 2 * QUADS * WORKERS + threadIdx.x;
     float acc[FLOATS];
-    Desk<KEEP0, SHARED0> leaves;
-    Desk<KEEP1, SHARED1> pairs;
-    Desk<KEEP2, SHARED2> fours;
-    leaves.shared = shared, leaves.global = desk;  // never global: KEEP0 + SHARED0 = FLOATS wherever a block has two leaves
-    pairs.shared = shared + SHARED0 / 4 * WORKERS, pairs.global = desk;
-    fours.shared = shared + (SHARED0 + SHARED1) / 4 * WORKERS, fours.global = desk + QUADS * WORKERS;
-    Ring ring;
+    Desk<KEEP0> leaves{{}, shared};
+    Desk<KEEP1> pairs{{}, leaves.shared + SHARED0 / 4 * WORKERS};
+    Desk<KEEP2> fours{{}, pairs.shared + SHARED1 / 4 * WORKERS};
+    Ring<STAGES> ring(0);
     for (int tile = cluster; tile < p.tiles(); tile += clusters) {
         int row, column;
         p.place(tile, rank, row, column);
         row += group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-#if KEEP0 + SHARED0
+#if LEVELS
         for (int leaf = 0; leaf < p.leaves; leaf += 2) {
             accumulate(acc, ring, p.steps(), start, empty, group, lane);
             leaves.put(acc);

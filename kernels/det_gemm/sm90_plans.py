@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEPTH = 64
-"""Products that a stage holds along the contraction."""
+"""Products along the contraction in one line of a stage."""
 MOST_LEAVES = 8
 """Leaves that one launch joins, at most."""
-_SHARED_BYTES = 232_448
+SHARED_BYTES = 232_448
+"""Shared memory of a block, at most."""
 _KEPT = 48
 """Floats of a finished subtree that a thread keeps in registers beside a wide accumulator."""
 
@@ -18,7 +19,7 @@ class Plan:
     """consumers: warpgroups of 64 output rows in a block; columns of its tile; stages of its ring of operands.
 
     groups: blocks of a cluster that divide the leaves of one tile. pair: "a" or "b" if two blocks of a cluster share the copies of that
-    operand, as neighbours along the columns or the rows.
+    operand, as neighbours along the columns or the rows. lines: of 64 products each, that make a stage.
     """
 
     consumers: int
@@ -26,6 +27,7 @@ class Plan:
     stages: int
     groups: int = 1
     pair: str = ""
+    lines: int = 1
 
     @property
     def rows(self) -> int:
@@ -44,49 +46,38 @@ class Plan:
         return self.columns * (2 if self.pair == "a" else 1)
 
 
-@dataclass(frozen=True)
-class Desks:
-    """Where finished subtrees wait, per level of the tree: floats of each thread in registers and in shared memory.
-
-    workspace: floats of a block in global memory for the rest.
-    """
-
-    kept: tuple[int, int, int]
-    shared: tuple[int, int, int]
-    workspace: int
-
-
 def stage_bytes(plan: Plan, across: bool) -> int:
     """Bytes of one stage; ``across``: b lies [depth, columns], in chunks of 64 columns."""
-    return (plan.rows + (-(-plan.columns // 64) * 64 if across else plan.columns)) * DEPTH * 2
+    return (plan.rows + (-(-plan.columns // 64) * 64 if across else plan.columns)) * DEPTH * plan.lines * 2
 
 
-def desks(plan: Plan, leaves: int) -> Desks:
-    """Fastest places first: the level that is used most gets registers, then shared memory."""
-    floats = plan.columns // 2
-    levels = leaves.bit_length() - 1
-    room = max(0, _SHARED_BYTES - 1024 - plan.stages * (stage_bytes(plan, True) + 16)) // (4 * 128 * plan.consumers) // 4 * 4
-    spare = 128 if floats <= 64 else floats if floats <= 96 else _KEPT
-    kept, shared = [0, 0, 0], [0, 0, 0]
-    for level in range(levels):
+def kept_floats(plan: Plan, leaves: int) -> tuple[int, int, int]:
+    """Floats of each thread that wait in registers, per level of the tree over a block's ``leaves``; the others wait in shared memory."""
+    floats, spare = plan.columns // 2, 128 if plan.columns <= 128 else plan.columns // 2 if plan.columns <= 192 else _KEPT
+    kept = [0, 0, 0]  # the level that is used most comes first
+    for level in range(leaves.bit_length() - 1):
         kept[level] = min(floats, spare)
         spare -= kept[level]
-        shared[level] = min(floats - kept[level], room)
-        room -= shared[level]
-    waits = [k + s < floats for k, s in zip(kept, shared, strict=True)][:levels]
-    if waits and waits[0]:
-        raise ValueError(f"{plan}: {leaves} leaves need {floats} floats of a thread in registers and shared memory: fewer stages")
-    return Desks((kept[0], kept[1], kept[2]), (shared[0], shared[1], shared[2]), 2 * floats * 128 * plan.consumers if any(waits) else 0)
+    return kept[0], kept[1], kept[2]
+
+
+def shared_bytes(plan: Plan, leaves: int, across: bool) -> int:
+    """Shared memory of a block that joins ``leaves`` leaves: stages, barriers, what waits; or, after them, what the blocks exchange."""
+    floats, threads = plan.columns // 2, 128 * plan.consumers
+    waiting = (leaves.bit_length() - 1) * floats - sum(kept_floats(plan, leaves))
+    exchanged = floats if plan.groups > 1 else 0
+    return 1024 + max(plan.stages * (stage_bytes(plan, across) + 16) + 4 * threads * waiting, 4 * threads * exchanged)
 
 
 # (at most this many rows of output, at most this many columns, plan or None for the Triton tiles), the first that fits; None: any number.
 # Measured on an H200 beside torch's default and the Triton tiles: about one tile a multiprocessor as long as there are few rows, then wide
-# tiles whose pairs share copies. Wide tiles lose in split order: too few registers are left for what waits.
+# tiles whose pairs share copies. Narrow tiles want long stages: waiting for each costs as much as its products. Wide tiles lose in split
+# order: too few registers are left for what waits.
 _Row = tuple[int | None, int | None, Plan | None]
 _PLAIN: tuple[_Row, ...] = (
-    (64, 1056, Plan(1, 8, 12)),
-    (64, 3168, Plan(1, 24, 12)),
-    (64, 6336, Plan(1, 48, 10)),
+    (64, 1056, Plan(1, 8, 6, lines=4)),
+    (64, 3168, Plan(1, 24, 9, lines=2)),
+    (64, 6336, Plan(1, 48, 7, lines=2)),
     (64, 32768, Plan(1, 96, 8)),
     (64, None, None),
     (None, 3071, None),
@@ -103,7 +94,7 @@ _SPLIT: tuple[_Row, ...] = (
     (None, 2047, None),
     (64, 8192, Plan(1, 72, 10, groups=2)),
     (128, 8192, Plan(2, 64, 8, groups=2)),
-    (256, 8192, Plan(2, 128, 4, groups=2)),
+    (256, 8192, Plan(2, 64, 8)),
     (256, None, None),
     (512, None, Plan(2, 128, 4)),
     (None, None, Plan(2, 128, 4, pair="b")),

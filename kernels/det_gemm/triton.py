@@ -8,6 +8,8 @@ from an fp32 workspace that separate programs filled. On Hopper some shapes run 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import sys
+
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +19,8 @@ from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.fold import fold_leaves
 from rlk.kernels._triton.launch import platform, processors
 from rlk.kernels._triton.numerics import with_quiet_nan
-from rlk.kernels.det_gemm import sm90
-from rlk.kernels.det_gemm.cpu import det_gemm, det_gemm_input_grad
+from rlk.kernels.det_gemm import cpu, sm90, sm90_tokens
+from rlk.kernels.det_gemm.operators import register_device
 from rlk.kernels.det_gemm.sm90_plans import product_plan
 from rlk.kernels.det_gemm.triton_tiles import Tile, product_tile, token_tile
 
@@ -323,14 +325,21 @@ def _contract_by_shape(op: str, a: torch.Tensor, b: torch.Tensor, transposed: bo
 
 
 def weight_grad(
-    op: str, x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, tile: Tile | None = None
-) -> torch.Tensor:
-    """dyᵀ·x: [T, K] and [T, N] to [N, K] fp32, contracted over tokens in leaf order."""
+    op: str, x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, tile: Tile | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """dyᵀ·x: [T, K] and [T, N] to [N, K] fp32, contracted over tokens in leaf order; by Triton if a tile is given.
+
+    out: contiguous [N, K] fp32 that takes the result.
+    """
     x, dy, index, offsets = _contiguous_rows(x), _contiguous_rows(dy), index.contiguous(), offsets.contiguous()
     rows, columns = dy.shape[1], x.shape[1]
     describable = rows * dy.element_size() % 16 == 0 and columns * x.element_size() % 16 == 0
+    out = x.new_empty(rows, columns, dtype=torch.float32) if out is None else out
+    if not tile and sm90_tokens.takes(x, dy, index, offsets.numel() - 1):
+        sm90_tokens.weight_grad(op, x, dy, index, offsets, out)
+        return out
     tile = tile or token_tile(platform(), describable)
-    out = x.new_empty(rows, columns, dtype=torch.float32)
     programs, desks, shape = _going_on(out, tile, offsets.numel() - 1)
     if tile.descriptors and describable:
         a, b = (_gathered(source, index, offsets, tile.depth) for source in (dy, x))
@@ -354,22 +363,7 @@ def _gathered(source: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, 
     return gathered
 
 
-@det_gemm.register_kernel("cuda")
-def _(x: torch.Tensor, w: torch.Tensor, splits: int, grad_splits: int, out_dtype: torch.dtype) -> torch.Tensor:
-    return product("det_gemm", x, w, splits, out_dtype)
-
-
-@det_gemm_input_grad.register_kernel("cuda")
-def _(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
-    return input_grad("det_gemm.input_grad", dy, w, splits)
-
-
-def det_gemm_input_part(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
-    return input_grad("det_gemm.input_grad", dy, w, splits, torch.float32)
-
-
-def det_gemm_weight_grad(x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return weight_grad("det_gemm.weight_grad", x, dy, index, offsets)
+det_gemm, det_gemm_input_part, det_gemm_weight_grad, _ = register_device("det_gemm", cpu.OPERATORS, "cuda", sys.modules[__name__])
 
 
 def examples() -> None:
@@ -382,5 +376,5 @@ def examples() -> None:
         input_grad("det_gemm.input_grad", make(2048, 4096), make(4096, 12288), 1)
         product("det_gemm", make(59, 72), make(40, 72), 1, torch.float32)
         index, offsets = torch.empty(4096, dtype=torch.int64), torch.empty(9, dtype=torch.int64)
-        det_gemm_weight_grad(make(4096, 4096), make(4096, 6144), index, offsets)
-        det_gemm_weight_grad(make(64, 100), make(64, 90), index, torch.empty(3, dtype=torch.int64))
+        weight_grad("det_gemm.weight_grad", make(4096, 4096), make(4096, 6144), index, offsets)
+        weight_grad("det_gemm.weight_grad", make(64, 100), make(64, 90), index, torch.empty(3, dtype=torch.int64))

@@ -8,12 +8,14 @@ never takes its kernels for single vectors. Leaves are joined here, in fp32, by 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from rlk.contract.orders import fold_pairs
+from rlk.kernels.det_gemm.operators import register
 from rlk.kernels.det_gemm.vendor_certificate import LIBRARY, certify
 from rlk.kernels.dispatch import BackendUnavailable, record
 
@@ -122,42 +124,4 @@ def _filled(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("rlk::det_gemm_vendor", mutates_args=(), device_types="cuda")
-def det_gemm(x: torch.Tensor, w: torch.Tensor, splits: int, grad_splits: int, out_dtype: torch.dtype) -> torch.Tensor:
-    return product("det_gemm", x, w, splits, out_dtype)
-
-
-@det_gemm.register_fake
-def _(x: torch.Tensor, w: torch.Tensor, splits: int, grad_splits: int, out_dtype: torch.dtype) -> torch.Tensor:
-    return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
-
-
-@torch.library.custom_op("rlk::det_gemm_vendor_input_grad", mutates_args=(), device_types="cuda")
-def det_gemm_input_grad(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
-    return input_grad("det_gemm.input_grad", dy, w, splits)
-
-
-@det_gemm_input_grad.register_fake
-def _(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
-    return dy.new_empty(dy.shape[0], w.shape[1], dtype=torch.bfloat16)
-
-
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, w, _, ctx.grad_splits, _ = inputs
-    ctx.save_for_backward(w)
-
-
-def _backward(ctx, dy):  # type: ignore[no-untyped-def]
-    (w,) = ctx.saved_tensors
-    return torch.ops.rlk.det_gemm_vendor_input_grad(dy, w, ctx.grad_splits), None, None, None, None
-
-
-det_gemm.register_autograd(_backward, setup_context=_setup)
-
-
-def det_gemm_input_part(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
-    return input_grad("det_gemm.input_grad", dy, w, splits, torch.float32)
-
-
-def det_gemm_weight_grad(x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return weight_grad("det_gemm.weight_grad", x, dy, index, offsets)
+OPERATORS = register("det_gemm", "det_gemm_vendor", "cuda", sys.modules[__name__])

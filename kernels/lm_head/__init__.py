@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from rlk.kernels._triton import from_triton
 from rlk.kernels.det_gemm import check_input_part, check_product, check_weight_grad
-from rlk.kernels.dispatch import Backends, select
+from rlk.kernels.det_gemm.operators import backends
+from rlk.kernels.dispatch import select
 from rlk.kernels.lm_head import cpu, vendor
 
-_FORWARD: Backends = {"cpu": cpu.lm_head, "triton": from_triton("lm_head", "lm_head"), "vendor": vendor.lm_head}
-_INPUT_PART: Backends = {
-    "cpu": cpu.lm_head_input_part,
-    "triton": from_triton("lm_head", "lm_head_input_part"),
-    "vendor": vendor.lm_head_input_part,
-}
-_WEIGHT_GRAD: Backends = {
-    "cpu": cpu.lm_head_weight_grad,
-    "triton": from_triton("lm_head", "lm_head_weight_grad"),
-    "vendor": vendor.lm_head_weight_grad,
-}
+_FORWARD, _INPUT_PART, _WEIGHT_GRAD = backends("lm_head", cpu.OPERATORS, vendor.OPERATORS)
 
 
 def lm_head(h: torch.Tensor, w: torch.Tensor, *, grad_splits: int = 8, backend: str | None = None) -> torch.Tensor:
@@ -31,7 +21,7 @@ def lm_head(h: torch.Tensor, w: torch.Tensor, *, grad_splits: int = 8, backend: 
     BackendUnavailable for a backend that cannot run here.
     """
     check_product("lm_head", h, w, 1, grad_splits)
-    result: torch.Tensor = select("lm_head", _FORWARD, backend, h.device)(h, w, grad_splits)
+    result: torch.Tensor = select("lm_head", _FORWARD, backend, h.device)(h, w, 1, grad_splits, torch.float32)
     return result
 
 

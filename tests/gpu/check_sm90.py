@@ -12,12 +12,13 @@ from functools import partial
 import torch
 from report import Report, graphed, main
 
-from rlk.kernels.det_gemm import sm90, sm90_plans
+from rlk.contract.topology import token_leaves
+from rlk.kernels.det_gemm import sm90, sm90_plans, sm90_tokens
 from rlk.kernels.det_gemm import triton as gemm
 from rlk.kernels.det_gemm.sm90_plans import MOST_LEAVES, Plan
 from rlk.kernels.det_gemm.triton_tiles import Tile
 
-CHAIN = Tile(64, 64, 64, 4, 3)
+CHAIN, TOKEN_CHAIN = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3)
 SHAPES = ((300, 520, 1024), (1, 136, 1024), (129, 256, 512), (64, 4096, 4096))
 TABLES = {
     "plain": (sm90_plans._PLAIN, 1, False),
@@ -64,6 +65,40 @@ def _compare(report: Report, name: str, plan: Plan, shape: tuple[int, int, int],
     report.same(f"sm90 {name} in a graph", f"{plan} {shape} {dtype}", _bits(found), _bits(wanted))
 
 
+RAGGED = (1500, 700, 333, 900, 600, 63)
+SAMPLES = (
+    *((lengths, 320, 640) for lengths in ((1024,) * 4, (300, 7, 129, 16), (1,), (1000, 1024, 3), (5,) * 70)),
+    *((lengths, 4160, 4096) for lengths in ((1024,) * 4, RAGGED, (300, 7, 129, 16))),
+)
+"""Lengths of samples, widths of dy and of x; the wide ones have several tiles for each block."""
+
+
+def tokens(report: Report) -> None:
+    """Weight gradients have the chain's bytes for runs of tokens of any length and slices of columns; so does a replayed graph."""
+    torch.manual_seed(0)
+    for lengths, n, k in SAMPLES:
+        order, count = token_leaves(lengths), sum(lengths)
+        index, offsets = torch.tensor(order.index, device="cuda"), torch.tensor(order.offsets, device="cuda")
+        x, dy = torch.randn(count, k, device="cuda").bfloat16()[:, 64:], torch.randn(count, n, device="cuda").bfloat16()
+        x[:, :16] = -0.0
+        x[count // 2, 20], dy[count // 3, 3] = torch.inf, torch.nan
+        dy[:, 8:12] *= 2.0**100
+        x[:, 40:48] *= 2.0**-100
+        wanted = gemm.weight_grad("det_gemm.weight_grad", x, dy, index, offsets, TOKEN_CHAIN)
+        found = torch.full_like(wanted, 7.0)
+        run = partial(sm90_tokens.weight_grad, "det_gemm.weight_grad", x, dy, index, offsets, found)
+        run()
+        report.same("sm90 weight gradient", f"{lengths} {n} {k}", _bits(found), _bits(wanted))
+        replay, _ = graphed(run)
+        found.fill_(7.0)
+        replay()
+        report.same("sm90 weight gradient in a graph", f"{lengths} {n} {k}", _bits(found), _bits(wanted))
+        if lengths == SAMPLES[0][0]:
+            moved = torch.cat([index[1:32], index[:1], index[32:]])  # a token goes from one group to another
+            sm90_tokens.weight_grad("det_gemm.weight_grad", x, dy, moved, offsets, found)
+            report.differs("a token in another group", found[12:, 64:], wanted[12:, 64:])
+
+
 def planted(report: Report) -> None:
     """Four leaves for eight: the comparison sees another tree."""
     torch.manual_seed(0)
@@ -75,4 +110,4 @@ def planted(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    main("sm90", {**{name: partial(plans, name=name) for name in TABLES}, "planted": planted})
+    main("sm90", {**{name: partial(plans, name=name) for name in TABLES}, "weight gradient": tokens, "planted": planted})

@@ -24,7 +24,7 @@ from rlk.kernels.attention import attention, paged_attention
 from rlk.kernels.attention.vendor_library import BLOCK
 from rlk.kernels.attention.vendor_rows import place_rows
 from rlk.kernels.batch_invariant_logp import batch_invariant_logp_weight_grad, batch_invariant_logp_with_lse
-from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad, sm90, sm90_plans
+from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad, sm90, sm90_plans, sm90_tokens
 from rlk.kernels.embedding import embedding, embedding_weight_grad
 from rlk.kernels.lm_head import lm_head
 from rlk.kernels.logp import logp_with_lse
@@ -62,6 +62,12 @@ def hopper_products(table: Sequence[tuple[object, object, sm90_plans.Plan | None
         for dtype in (torch.bfloat16, torch.float32):
             x, w, out = make(300, 512), make(512, 520) if across else make(520, 512), torch.empty(300, 520, dtype=dtype, device="cuda")
             sm90.contract("det_gemm", x.detach(), w.detach(), across, leaves, out, plan)
+
+
+def hopper_tokens() -> None:
+    """Tiles that end inside a cluster's rows and inside its columns."""
+    x, dy, out = make(TOKENS, 448).detach(), make(TOKENS, 320).detach(), torch.empty(320, 448, device="cuda")
+    sm90_tokens.weight_grad("det_gemm.weight_grad", x, dy, *leaves(), out)
 
 
 def token_product(columns: int) -> None:
@@ -163,6 +169,7 @@ PARTS: dict[str, Callable[[], None]] = {
     **{f"plain {count}": partial(products, 1, count) for count in (1, 59, 300, 520)},
     **{f"split {count}": partial(products, 8, count) for count in (1, 59, 300, 520)},
     **{f"Hopper, {name}": partial(hopper_products, *table) for name, table in TABLES.items()},
+    "Hopper, tokens": hopper_tokens,
     "tokens": partial(token_product, 136),
     "tokens, odd columns": partial(token_product, 37),
     "lm_head": lambda: lm_head(make(TOKENS, 96), make(264, 96).detach()).sum().backward(),
