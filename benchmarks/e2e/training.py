@@ -5,8 +5,9 @@
 
 A step is forward, loss, backward, gradient norm and Adam; hashes and files are left out of both. Megatron runs with its local layers and
 torch's operators, its step ends with torch's fused AdamW. It is measured as it comes, with an attention that writes every score to memory,
-and with torch's fused attention in its place, which the ratios are taken against. The strict arm first proves its bytes: two passes over
-the same weights leave equal gradients. Where they differ, no time is shown.
+and with torch's fused attention in its place, which the ratios are taken against. Megatron computes logits of all tokens, rlk those of the
+tokens that are scored, which are half of them here. The strict arm first proves its bytes: two passes over the same weights leave equal
+gradients. Where they differ, no time is shown.
 
 Eight layers of Qwen3-8B take 50 GB for each of the two trainers: weights, and gradients, masters and moments in fp32.
 """
@@ -134,18 +135,19 @@ def proved(arm: Arm) -> int:
     return sum(int((first[name].view(torch.int32) != again[name].view(torch.int32)).count_nonzero()) for name in first)
 
 
-def profiled(step: Step) -> list[tuple[str, int, float]]:
-    """(kernel, launches, milliseconds) on the card of one step, longest first."""
+def profiled(step: Step) -> tuple[float, list[tuple[str, int, float]]]:
+    """Milliseconds that the card is busy in one step, and (kernel, launches, milliseconds) of the longest."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
     rows = [(event.key[:90], event.count, round(event.self_device_time_total / 1000, 3)) for event in profile.key_averages()]
-    return sorted(rows, key=lambda row: -row[2])[:40]
+    return round(sum(row[2] for row in rows), 3), sorted(rows, key=lambda row: -row[2])[:40]
 
 
 def measure(checkpoint: Path, keep: Callable[[dict[str, Any]], None], device: str = "cuda") -> dict[str, Any]:
     """Build and prove the strict trainer, build the native one, let their steps alternate; ``keep`` is given the result as it grows."""
-    work = {"samples": SAMPLES, "tokens": PROMPT + RESPONSE, "micro_batch": MICRO_BATCH}
-    result: dict[str, Any] = {"checkpoint": checkpoint.name, "work": work, "times_ms": {}, "peak_allocated": {}, "profile": {}}
+    work = {"samples": SAMPLES, "tokens": PROMPT + RESPONSE, "scored": RESPONSE, "micro_batch": MICRO_BATCH}
+    found: dict[str, Any] = {part: {} for part in ("times_ms", "peak_allocated", "busy_ms", "profile")}
+    result: dict[str, Any] = {"checkpoint": checkpoint.name, "work": work, **found}
     strict = Arm("strict", checkpoint, device)
     result["differ"] = proved(strict)
     keep(result)
@@ -167,7 +169,7 @@ def measure(checkpoint: Path, keep: Callable[[dict[str, Any]], None], device: st
         keep(result)
         print(number, {name: round(times[-1]["step"], 1) for name, times in result["times_ms"].items()}, flush=True)
     for name, step in steps.items():
-        result["profile"][name] = profiled(step)
+        result["busy_ms"][name], result["profile"][name] = profiled(step)
         keep(result)
     return result
 
