@@ -50,18 +50,22 @@ struct Shared {  // addresses: of the block's own rows, and of the first of two 
     __device__ __forceinline__ u32 second_full(const Ring& ring) const { return other_full + 16 * ring.stage + 8; }
     __device__ __forceinline__ u32 first_free(const Ring& ring) const { return other_free + 16 * ring.stage; }
     __device__ __forceinline__ u32 second_free(const Ring& ring) const { return other_free + 16 * ring.stage + 8; }
+    __device__ __forceinline__ void await_tiles(const Ring& ring) const {
+        barrier_wait(first_full(ring), ring.phase);
+        barrier_wait(second_full(ring), ring.phase);
+    }
 };
 
-// arrivals: that fill a second tile.
-__device__ __forceinline__ Shared prepare(unsigned char* dynamic, u64* barriers, int arrivals) {
+// arrivals, readers: that fill a second tile, and that free it.
+__device__ __forceinline__ Shared prepare(unsigned char* dynamic, u64* barriers, int arrivals, int readers) {
     Shared at;
     at.own = (address(dynamic) + 1023) & ~1023u, at.other = at.own + 2 * OWN_BYTES;
     at.own_full = address(barriers), at.own_free = at.own_full + 8, at.other_full = at.own_free + 8, at.other_free = at.other_full + 16 * STAGES;
     if (threadIdx.x == 0) {
-        barrier_init(at.own_full, 1), barrier_init(at.own_free, WARPS);
+        barrier_init(at.own_full, 1), barrier_init(at.own_free, 32 * WARPS);
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(at.other_full + 16 * s, 1), barrier_init(at.other_full + 16 * s + 8, arrivals);
-            barrier_init(at.other_free + 16 * s, WARPS), barrier_init(at.other_free + 16 * s + 8, WARPS);
+            barrier_init(at.other_free + 16 * s, WARPS), barrier_init(at.other_free + 16 * s + 8, readers);
         }
         barriers_ready();
     }
@@ -123,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_query_gradien
     extern __shared__ unsigned char dynamic[];
     __shared__ alignas(8) u64 barriers[4 * STAGES + 2];
     __shared__ Work told;
-    const Shared at = prepare(dynamic, barriers, 1);
+    const Shared at = prepare(dynamic, barriers, 1, WARPS);
     const int lane = threadIdx.x % 32, part = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32;
     if (part == 2) {
         copies();
@@ -143,8 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_query_gradien
         if (!work.tiles) return;
         hold(queries, own, lane);
         hold(d_outs, own + OWN_BYTES, lane);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(at.own_free);
+        held(at.own_free);
         const int position[2] = {work.position + state / GROUP, work.position + (state + 8) / GROUP};
         const int plain = (work.position + 1) / TILE * TILE;
         float lse2[2], delta[2];
@@ -158,8 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_query_gradien
             const long long sum = (work.row + place) * p.sum_row_stride + head * p.sum_head_stride;
             lse2[h] = real[h] ? p.lse2[sum] : 0.0f, delta[h] = real[h] ? p.delta[sum] : 0.0f;
         }
-        barrier_wait(at.first_full(ring), ring.phase);
-        barrier_wait(at.second_full(ring), ring.phase);
+        at.await_tiles(ring);
         products_begin();
         multiply(s, queries, descriptor(at.first_tile(ring), false));
         multiply(d, d_outs, descriptor(at.second_tile(ring), false));
@@ -175,8 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_query_gradien
         ring.next();
 #pragma unroll 1
         for (int tile = 1; tile < work.tiles; ++tile) {
-            barrier_wait(at.first_full(ring), ring.phase);
-            barrier_wait(at.second_full(ring), ring.phase);
+            at.await_tiles(ring);
             products_begin();
             multiply(s, queries, descriptor(at.first_tile(ring), false));
             multiply(d, d_outs, descriptor(at.second_tile(ring), false));
@@ -262,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_key_gradient_
     __shared__ alignas(8) u64 barriers[4 * STAGES + 2];
     __shared__ Work told;
     __shared__ alignas(16) float lines[STAGES][2][TILE];
-    const Shared at = prepare(dynamic, barriers, 33);
+    const Shared at = prepare(dynamic, barriers, 33, 32 * WARPS);
     const int lane = threadIdx.x % 32, part = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32;
     if (part == 2) {
         copies();
@@ -284,8 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_key_gradient_
         int tile = 0;
 #pragma unroll 1
         for (int i = 0; i < count; ++i, ring.next()) {
-            barrier_wait(at.first_full(ring), ring.phase);
-            barrier_wait(at.second_full(ring), ring.phase);
+            at.await_tiles(ring);
             products_begin();
             multiply_shared(s, keys, descriptor(at.first_tile(ring), false));
             multiply_shared(d, value_rows, descriptor(at.second_tile(ring), false));
@@ -327,10 +327,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_key_gradient_
             await_products<0>();
             pin(sum_v);
             pin(sum_k);
-            if (lane == 0) {
-                barrier_arrive(at.first_free(ring)), barrier_arrive(at.second_free(ring));
-                if (i + 1 == count) barrier_arrive(at.own_free);
-            }
+            barrier_arrive(at.second_free(ring));
+            if (lane == 0) barrier_arrive(at.first_free(ring));
+            if (i + 1 == count) barrier_arrive(at.own_free);
             if (++tile == work.tiles) tile = 0;
         }
         const bool real[2] = {place < work.rows, place + 8 < work.rows};

@@ -49,10 +49,11 @@ template <int OWN, bool LATE> __device__ bool take(const Queue& queue, int lane,
             before += found;
             if (found < 32) break;
         }
+        before = max(before, 1);
         const long long* const at = queue.segments + (before - 1) * stride;
         const int row = max((int)at[0], 0), offset = (block - (int)at[0] / OWN - (before - 1)) * OWN;
         const int rows = queue.owned ? (int)at[1] : min((int)at[1], queue.tokens) - row;
-        if (offset >= rows) continue;
+        if (offset < 0 || offset >= rows) continue;  // offsets that nothing has checked name no row outside
         w.row = row + offset, w.rows = rows - offset;
         w.position = queue.owned ? (int)at[2] + offset : offset;
         w.first = queue.owned ? (int)at[3] : row;
@@ -75,6 +76,12 @@ __device__ __forceinline__ void leave(const Queue& queue, Work* told, u32 barrie
         queue.taken[0] = 0, queue.taken[1] = 0;
         __threadfence();
     }
+}
+
+// This thread holds what it needs of shared memory, which the copy engine may overwrite once all have said so.
+__device__ __forceinline__ void held(u32 barrier) {
+    shared_written();
+    barrier_arrive(barrier);
 }
 
 struct Matrix {  // bf16 rows in memory

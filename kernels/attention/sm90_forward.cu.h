@@ -173,8 +173,7 @@ __device__ __forceinline__ void consume(const Problem& p, int heads, const Share
         const Work work = *told;
         if (!work.tiles) return;
         hold(q, at.q + half * 2 * CHUNK + warp * 16 * LINE, lane);
-        __syncwarp();
-        if (first_lane) barrier_arrive(at.q_free);
+        held(at.q_free);
         const int position[2] = {work.position + state / GROUP, work.position + (state + 8) / GROUP};
         const int plain = (work.position + 1) / TILE * TILE;  // end of the tiles that every row sees whole
         float m[2] = {MINUS_INFINITY, MINUS_INFINITY}, alpha[2];
@@ -243,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward_sm90(
     at.q_full = address(barriers), at.q_free = at.q_full + 8, at.k_full = at.q_free + 8, at.k_free = at.k_full + 8 * STAGES;
     at.v_full = at.k_free + 8 * STAGES, at.v_free = at.v_full + 8 * STAGES;
     if (threadIdx.x == 0) {
-        barrier_init(at.q_full, 1), barrier_init(at.q_free, WARPS);
+        barrier_init(at.q_full, 1), barrier_init(at.q_free, 32 * WARPS);
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(at.k_full + 8 * s, 1), barrier_init(at.k_free + 8 * s, WARPS);
             barrier_init(at.v_full + 8 * s, 1), barrier_init(at.v_free + 8 * s, WARPS);

@@ -24,6 +24,7 @@ from rlk.kernels.checked import check_once
 
 SOURCE = TritonSource("attention")
 LARGEST_TILE, LARGEST_DIM = 128, 256
+RESIDENT = 2  # programs of a decode step that a multiprocessor holds at once; more than all hold would wait for a second turn
 WORKSPACE = 1 << 28  # most fp32 values of split states that are kept in memory; beyond it a program joins its own splits
 
 
@@ -193,8 +194,8 @@ def run_decode(
     group, splits = heads // keys.heads, triton.cdiv(keys.longest, kv_split) if kv_split else 1
     tiles = tiles or decode_tiles(kv_tile, dim)
     if programs is None:
-        programs = triton.cdiv(4 * processors(q.device), segments.number * keys.heads)
-    programs = min(programs, splits)
+        programs = RESIDENT * processors(q.device) // (segments.number * keys.heads)
+    programs = max(1, min(programs, splits))
     states = rows * heads * splits
     fold = programs == 1 or states * dim > WORKSPACE or rows * keys.heads > COUNTERS
     part, arrived = (out, out) if fold else (q.new_empty(states * (dim + 2), dtype=torch.float32), counters(q.device))

@@ -6,14 +6,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlk.kernels.attention.triton_forward import MINUS_INFINITY, PAGED, attend, finish, join
+from rlk.kernels.attention.triton_forward import MINUS_INFINITY, PAGED, attend_tile, finish, first_pages, join
 
 AHEAD = tl.constexpr(8)  # split states that are fetched together
 
 
 @triton.jit
 def join_splits(part, part_m, part_l, first, splits, count, real, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(m, l, o) of ``count`` states joined ascending, for each of the heads whose states begin at first·splits; not ``real`` are empty."""
+    """(m, s, o) of ``count`` states joined ascending, for each of the heads whose states begin at first·splits; not ``real`` are empty."""
     BLOCK_H: tl.constexpr = first.shape[0]
     d = tl.arange(0, BLOCK_D)
     m = tl.full([BLOCK_H], MINUS_INFINITY, tl.float32)
@@ -41,7 +41,7 @@ def attention_decode(
     """out [rows, heads, DIM] of the rows starts[i] … starts[i+1]-1 of sequence i, the last of its lengths[i] keys. Grid: (sequences,
     KV heads, programs).
 
-    FOLD: one program takes all splits of its rows. Otherwise program z takes the splits z, z + programs, … and writes their states to part,
+    FOLD: one program takes all splits of its rows. Otherwise each program takes a run of splits and writes their states to part,
     fp32: o [rows, heads, splits, DIM], then m and l [rows, heads, splits]; the last to arrive at arrived [rows, KV heads] joins them,
     ascending, and leaves 0 there. Rows with a single split need neither.
     A sequence of more than ``reach`` keys, for which there is no room, gives NaN.
@@ -74,32 +74,42 @@ def attention_decode(
         end = tl.minimum(length - rows + tl.minimum(offset + STEP, rows), reach)  # keys that the last row sees
         span = KV_SPLIT if KV_SPLIT > 0 else tl.maximum(end, 1)
         count = tl.cdiv(end, span)
-        if tl.program_id(2) < tl.maximum(count, 1):
+        first_split = tl.program_id(2) * count // programs
+        end_split = (tl.program_id(2) + 1) * count // programs
+        if (first_split < end_split) | ((count == 0) & (tl.program_id(2) == 0)):
             queries = tl.load(q + (at * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
             result = at * (kv_heads * GROUP) + head
             apart = count > 1 if not FOLD else False
             total_m = tl.full([BLOCK_M], MINUS_INFINITY, tl.float32)
             total_l = tl.zeros([BLOCK_M], tl.float32)
             total_o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            for split in range(tl.program_id(2), count, programs):
-                low = split * span
-                m = tl.full([BLOCK_M], MINUS_INFINITY, tl.float32)
-                s = tl.zeros([BLOCK_M, 16], tl.float32)
-                o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                bad = tl.zeros([triton.next_power_of_2(KV_TILE)], tl.int32)
-                m, s, o, bad = attend(
-                    queries, m, s, o, bad, positions, low, tl.minimum(low + span, end), k, v, k_row_stride, v_row_stride, page_stride,
-                    table, page_limit, c, DIM, KV_TILE, PAGE, True, PAGED,
+            m = tl.full([BLOCK_M], MINUS_INFINITY, tl.float32)
+            s = tl.zeros([BLOCK_M, 16], tl.float32)
+            o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            bad = tl.zeros([triton.next_power_of_2(KV_TILE)], tl.int32)
+            low = first_split * span
+            high = tl.minimum(end_split * span, end)
+            page = first_pages(table, low, high, KV_TILE, PAGE, PAGED)
+            # One loop over the tiles of all splits, so that loads run ahead across a split's end too.
+            for start in range(low, high, KV_TILE):
+                m, s, o, bad, page = attend_tile(
+                    queries, m, s, o, bad, page, positions, start, high, k, v, k_row_stride, v_row_stride, page_stride, table, page_limit,
+                    c, DIM, KV_TILE, PAGE, True, PAGED,
                 )  # fmt: skip
-                sums = tl.max(s, 1)  # of equal columns
-                m = tl.where((tl.max(bad, 0) > 0) | (length > reach), float("nan"), m)
-                if apart:
-                    slot = result * splits + split
-                    tl.store(part + slot[:, None] * DIM + d[None, :], o, mask=inside)
-                    tl.store(part_m + slot, m, mask=real)
-                    tl.store(part_l + slot, sums, mask=real)
-                else:
-                    total_m, total_l, total_o = join(total_m, total_l, total_o, m, sums, o)
+                after = start + KV_TILE
+                if (after >= high) | (after % span == 0):
+                    sums = tl.max(s, 1)  # of equal columns
+                    part_m_ = tl.where((tl.max(bad, 0) > 0) | (length > reach), float("nan"), m)
+                    if apart:
+                        slot = result * splits + start // span
+                        tl.store(part + slot[:, None] * DIM + d[None, :], o, mask=inside)
+                        tl.store(part_m + slot, part_m_, mask=real)
+                        tl.store(part_l + slot, sums, mask=real)
+                    else:
+                        total_m, total_l, total_o = join(total_m, total_l, total_o, part_m_, sums, o)
+                    m = tl.full([BLOCK_M], MINUS_INFINITY, tl.float32)
+                    s = tl.zeros([BLOCK_M, 16], tl.float32)
+                    o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             if apart:
                 tl.debug_barrier()  # every thread's states are written before the arrival is told
                 arrivals = arrived + (row + offset) * kv_heads + kv_head

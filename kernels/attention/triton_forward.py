@@ -25,7 +25,7 @@ def find_block(segments, count, block, KIND: tl.constexpr, STEP: tl.constexpr):
     """Segment that block ``block`` of STEP rows lies in, and its first row inside the segment.
 
     Segment i starts at block first(i)//STEP + i, so that every segment has at least the blocks it needs and the grid depends on the number
-    of rows and segments only. Offsets beyond the segment's rows belong to no row.
+    of rows and segments only. First rows outside the segment belong to no row.
     """
     stride: tl.constexpr = 5 if KIND == OWNED else 1
     before = 0
@@ -88,52 +88,73 @@ def pages_of(table, key, high, PAGE: tl.constexpr):
 
 
 @triton.jit
-def attend(
-    q, m, s, o, bad, positions, low, high, k, v, k_row_stride, v_row_stride, page_stride, table, page_limit, c,
+def first_pages(table, low, high, KV_TILE: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr):
+    """Pages of the keys of the first tile of low … high-1; zeros where keys are packed."""
+    key = low + tl.arange(0, triton.next_power_of_2(KV_TILE))
+    if KIND == PAGED:
+        return pages_of(table, key, high, PAGE)
+    else:  # noqa: RET505
+        return tl.zeros_like(key)
+
+
+@triton.jit
+def attend_tile(
+    q, m, s, o, bad, page, positions, start, high, k, v, k_row_stride, v_row_stride, page_stride, table, page_limit, c,
     DIM: tl.constexpr, KV_TILE: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Takes the tiles of keys low … high-1 into the states, ascending. MASKED: some row does not see some key of them.
+    """Takes the tile of keys from ``start`` on, of those below ``high``, into the states. MASKED: some row does not see some key of it.
 
-    q: [M, D] bf16; m: [M]; l: [M, 16], equal columns; o: [M, D]; bad: [N] counts keys whose page is outside the cache.
+    q: [M, D] bf16; m: [M]; s: [M, 16], equal columns; o: [M, D]; bad: [N] counts keys whose page is outside the cache; page: [N] of this
+    tile's keys. Returns the new states and the pages of the next tile.
     """
     BLOCK_N: tl.constexpr = triton.next_power_of_2(KV_TILE)
     BLOCK_D: tl.constexpr = q.shape[1]
     d = tl.arange(0, BLOCK_D)
     ones = tl.full([BLOCK_N, 16], 1.0, tl.bfloat16)
+    key = start + tl.arange(0, BLOCK_N)
+    ahead = page
     if KIND == PAGED:
-        page = pages_of(table, low + tl.arange(0, BLOCK_N), high, PAGE)
+        ahead = pages_of(table, key + KV_TILE, high, PAGE)  # so that a tile's loads do not wait for their addresses
+        known = (page >= 0) & (page < page_limit)
+        bad += (known == 0).to(tl.int32)
+        place = tl.where(known, page, 0).to(tl.int64) * page_stride
+        k_at = k + (place + (key % PAGE) * k_row_stride)[:, None] + d[None, :]
+        v_at = v + (place + (key % PAGE) * v_row_stride)[:, None] + d[None, :]
+    else:
+        k_at = k + (key.to(tl.int64) * k_row_stride)[:, None] + d[None, :]
+        v_at = v + (key.to(tl.int64) * v_row_stride)[:, None] + d[None, :]
+    if MASKED or DIM != BLOCK_D:
+        live = ((key < high) & (key < start + KV_TILE))[:, None] & (d < DIM)[None, :]
+        keys = tl.load(k_at, mask=live, other=0.0)
+        values = tl.load(v_at, mask=live, other=0.0)
+    else:
+        keys = tl.load(k_at)
+        values = tl.load(v_at)
+    t = tl.dot(q, tl.trans(keys)) * c
+    if MASKED:
+        sees = (key[None, :] <= positions[:, None]) & (key < start + KV_TILE)[None, :]
+        t = tl.where(sees, t, MINUS_INFINITY)
+    top = tl.maximum(m, tl.max(t, 1))
+    base = tl.where(top == MINUS_INFINITY, 0.0, top)  # a row that saw no key yet keeps its empty state
+    alpha = exp2(m - base)
+    p = exp2(t - base[:, None]).to(tl.bfloat16)
+    s = tl.dot(p, ones, s * alpha[:, None])
+    o = tl.dot(p, values, o * alpha[:, None])
+    return top, s, o, bad, ahead
+
+
+@triton.jit
+def attend(
+    q, m, s, o, bad, positions, low, high, k, v, k_row_stride, v_row_stride, page_stride, table, page_limit, c,
+    DIM: tl.constexpr, KV_TILE: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Takes the tiles of keys low … high-1 into the states, ascending, as attend_tile."""
+    page = first_pages(table, low, high, KV_TILE, PAGE, KIND)
     for start in range(low, high, KV_TILE):
-        key = start + tl.arange(0, BLOCK_N)
-        if KIND == PAGED:
-            ahead = pages_of(table, key + KV_TILE, high, PAGE)  # so that a tile's loads do not wait for their addresses
-            known = (page >= 0) & (page < page_limit)
-            bad += (known == 0).to(tl.int32)
-            place = tl.where(known, page, 0).to(tl.int64) * page_stride
-            k_at = k + (place + (key % PAGE) * k_row_stride)[:, None] + d[None, :]
-            v_at = v + (place + (key % PAGE) * v_row_stride)[:, None] + d[None, :]
-        else:
-            k_at = k + (key.to(tl.int64) * k_row_stride)[:, None] + d[None, :]
-            v_at = v + (key.to(tl.int64) * v_row_stride)[:, None] + d[None, :]
-        if MASKED or DIM != BLOCK_D:
-            live = ((key < high) & (key < start + KV_TILE))[:, None] & (d < DIM)[None, :]
-            keys = tl.load(k_at, mask=live, other=0.0)
-            values = tl.load(v_at, mask=live, other=0.0)
-        else:
-            keys = tl.load(k_at)
-            values = tl.load(v_at)
-        t = tl.dot(q, tl.trans(keys)) * c
-        if MASKED:
-            sees = (key[None, :] <= positions[:, None]) & (key < start + KV_TILE)[None, :]
-            t = tl.where(sees, t, MINUS_INFINITY)
-        top = tl.maximum(m, tl.max(t, 1))
-        base = tl.where(top == MINUS_INFINITY, 0.0, top)  # a row that saw no key yet keeps its empty state
-        alpha = exp2(m - base)
-        p = exp2(t - base[:, None]).to(tl.bfloat16)
-        s = tl.dot(p, ones, s * alpha[:, None])
-        o = tl.dot(p, values, o * alpha[:, None])
-        m = top
-        if KIND == PAGED:
-            page = ahead
+        m, s, o, bad, page = attend_tile(
+            q, m, s, o, bad, page, positions, start, high, k, v, k_row_stride, v_row_stride, page_stride, table, page_limit, c,
+            DIM, KV_TILE, PAGE, MASKED, KIND,
+        )  # fmt: skip
     return m, s, o, bad
 
 

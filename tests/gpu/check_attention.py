@@ -322,12 +322,12 @@ def planted(report: Report) -> None:
         tile = Tiles(m, TILE, warps, 2)  # scale 1: a row's probabilities span so many powers of two that their sum is rounded
         return backend.run_forward("attention", b.q, keys, segments, 1.0, TILE, SPLIT, True, tile, 1)[0]
 
-    sums = "        s = tl.dot(p, ones, s * alpha[:, None])\n"
+    sums = "    s = tl.dot(p, ones, s * alpha[:, None])\n"
     pairs = (((16, 4), (128, 8)), ((32, 8), (64, 4)))
     for one, two in pairs:
         report.same("control: row sums by tl.dot", f"{one} {two}", run(*one), run(*two))
     try:
-        fault = "        s = s * alpha[:, None] + tl.sum(p.to(tl.float32), 1)[:, None]\n"
+        fault = "    s = s * alpha[:, None] + tl.sum(p.to(tl.float32), 1)[:, None]\n"
         backend.attention_forward = planted_module(triton_forward, (sums, fault)).attention_forward
         for one, two in pairs:
             report.differs(f"row sums by tl.sum, (tile, warps) {one} and {two}", run(*one), run(*two))
