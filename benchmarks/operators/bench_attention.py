@@ -75,16 +75,19 @@ def decode(report: Report) -> None:
         (1, 1024), (1, 8192), (1, 32768), (32, 1024), (32, 8192), (32, 32768), (1, 300), (16, 300), (16, 1024), (16, 3072), (128, 1024),
         (128, 3072),
     ):  # fmt: skip
-        _decode(report, batch, keys, sizes)
+        _decode(report, f"{batch} x {keys}", [keys] * batch, sizes)
+    uneven = [round(300 * (4096 / 300) ** (i / 31)) for i in range(32)]
+    _decode(report, f"32 x {uneven[0]} to {uneven[-1]}", uneven, sizes)
 
 
-def _decode(report: Report, batch: int, keys: int, sizes: Sequence[tuple[int, int]]) -> None:
-    layers = max(2, min(24, -(-160_000_000 // (batch * keys * 4096))))
+def _decode(report: Report, name: str, lengths: list[int], sizes: Sequence[tuple[int, int]]) -> None:
+    batch, keys = len(lengths), max(lengths)
+    layers = max(2, min(24, -(-160_000_000 // (sum(lengths) * 4096))))
     pages = -(-keys // PAGE)
     cache = torch.randn(layers * batch * pages, KV_HEADS, PAGE, 2 * DIM, device="cuda", dtype=torch.bfloat16)
     tables = torch.zeros(layers, batch, max(pages, LONGEST // PAGE), dtype=torch.int32, device="cuda")
     tables[:, :, :pages] = torch.randperm(len(cache), device="cuda").view(layers, batch, pages)
-    q, starts, ends = draw(batch, HEADS, DIM), torch.arange(batch + 1, device="cuda"), torch.full((batch,), keys, device="cuda")
+    q, starts, ends = draw(batch, HEADS, DIM), torch.arange(batch + 1, device="cuda"), torch.tensor(lengths, device="cuda")
     arms: dict[str, Callable[[torch.Tensor], Any]] = {}
     for tile, split in sizes:
         arms[f"{tile}/{split}"] = lambda table, tile=tile, split=split: paged_attention(
@@ -92,11 +95,11 @@ def _decode(report: Report, batch: int, keys: int, sizes: Sequence[tuple[int, in
         )
     if LIBRARY.available:
         k, v = (x.transpose(1, 2).contiguous() for x in cache.split(DIM, dim=3))
-        few, lengths, room = starts.int(), ends.int(), tables.shape[2] * PAGE
+        few, used, room = starts.int(), ends.int(), tables.shape[2] * PAGE
         for name, splits in (("FlashAttention 3", 0), ("FlashAttention 3, one split", 1)):
-            arms[name] = lambda table, splits=splits: flash(q, k, v, few, 1, room, splits, lengths, table)
+            arms[name] = lambda table, splits=splits: flash(q, k, v, few, 1, room, splits, used, table)
     replays = {name: graphed(lambda run=run: [run(table) for table in tables])[0] for name, run in arms.items()}
-    report.timed(f"decode {batch} x {keys}, {layers} layers", replays)
+    report.timed(f"decode {name}, {layers} layers", replays)
 
 
 def _same_as_every_card(report: Report) -> bool:
