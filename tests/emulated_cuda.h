@@ -98,6 +98,20 @@ inline unsigned __ballot_sync(unsigned, bool value) {
     return bits;
 }
 
+struct int4 {
+    int x, y, z, w;
+};
+struct float4 {
+    float x, y, z, w;
+};
+
+inline int __reduce_max_sync(unsigned, int value) {
+    for (int step = 16; step; step /= 2) {
+        int other = emulated::of_lane(value, emulated::now % 32 ^ step);
+        value = other > value ? other : value;
+    }
+    return value;
+}
 template <class T> T max(T a, T b) { return a > b ? a : b; }
 template <class T> T min(T a, T b) { return a < b ? a : b; }
 template <class T> T __ldg(const T* p) { return *p; }
@@ -114,6 +128,8 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1 / a; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 namespace emulated {
 

@@ -17,8 +17,6 @@ from interpreted_sampling import both, follow_the_rule, rows
 from rlk.kernels.sampling import sm90
 
 HERE = Path(__file__).parent
-THREADS = 2048 // sm90.CLUSTER
-"""Of one block, the fewest that the kernel takes."""
 
 
 def build(folder: Path, text: str = "", other: str = "") -> ctypes.CDLL:
@@ -29,14 +27,15 @@ def build(folder: Path, text: str = "", other: str = "") -> ctypes.CDLL:
     for name, header in sm90.headers().items():
         (folder / name).write_text(header)
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{HERE}", f'-DSOURCE="{source}"']
-    given = [f"-D{name}={value}" for name, value in sm90.definitions(THREADS).items()]
+    given = [f"-D{name}={value}" for name, value in sm90.definitions(sm90.FEWEST).items()]
     subprocess.run([os.environ.get("CXX", "g++"), *flags, *given, str(HERE / "emulated_sampling.cpp"), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 
 def main(library: ctypes.CDLL) -> None:
     def run(logits: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-        step, ids, support = sm90.prepare(THREADS, logits, *arguments)  # type: ignore[arg-type]
+        _, groups = sm90.deal(arguments[7], sm90.FEWEST)  # type: ignore[arg-type]
+        step, ids, support = sm90.prepare(groups, logits, *arguments)  # type: ignore[arg-type]
         ids.fill_(-1)
         if support is not None:
             support.fill_(-1)

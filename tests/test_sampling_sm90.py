@@ -42,16 +42,19 @@ def test_the_emulation_sees_a_fault(tmp_path: Path, fault: tuple[str, str]) -> N
     assert "AssertionError" in done.stderr
 
 
-@pytest.mark.parametrize("rows", [1, sm90.FEW_ROWS, sm90.FEW_ROWS + 1])
-def test_a_row_of_the_largest_vocabulary_fits_a_cluster(rows: int) -> None:
-    threads = sm90.threads_of(rows)
-    assert sm90.shared_bytes(threads, sm90.groups_of(threads, 1 << 18)) <= SHARED_BYTES
-    assert sm90.groups_of(threads, 1 << 18) * threads * sm90.CLUSTER >= 1 << 18
+@pytest.mark.parametrize("most", [512, 1024])
+@pytest.mark.parametrize("ids", [32, 301, 152576, 1 << 18])
+def test_a_row_fits_a_cluster(most: int, ids: int) -> None:
+    threads, groups = sm90.deal(ids, most)
+    assert sm90.FEWEST <= threads <= most
+    assert threads % 32 == 0
+    assert threads * 4 * groups * sm90.CLUSTER >= ids
+    assert sm90.shared_bytes(threads, groups) <= SHARED_BYTES
 
 
-def test_two_blocks_of_many_rows_share_a_multiprocessor() -> None:
-    threads = sm90.threads_of(128)
-    assert 2 * (sm90.shared_bytes(threads, sm90.groups_of(threads, 152576)) + 1024) <= SHARED_BYTES + 1024
+def test_blocks_of_many_rows_share_a_multiprocessor() -> None:
+    reserved = 1024
+    assert 2 * (sm90.shared_bytes(*sm90.deal(152576, 512)) + reserved) <= SHARED_BYTES + reserved
 
 
 def test_the_kernel_id_is_declared_and_covers_the_source(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ HERE = Path(__file__).parent
 SOURCE = CudaSource("sampling", HERE / "sm90.cu.h", HERE / "sm90.py", HERE / "cpu.py")
 CLUSTER = 8
 """Blocks that share a row: as many as every Hopper card launches together."""
-FEW_ROWS = 16
-"""Up to here a block has 1024 threads and a multiprocessor to itself; beyond, 512, and one of two reads while the other computes."""
+FEW_ROWS = 12
+"""Up to here a block has up to 1024 threads and a multiprocessor to itself; beyond, 512, and one of two reads while the other computes."""
 WORDS = 2048 + 36
 """Numbers of 64 bits beside the row in shared memory: bins, desks, parts."""
+FEWEST = 2048 // CLUSTER
+"""Threads of a block, one for each bin that it sums, or more."""
 
 
 class Step(ctypes.Structure):
@@ -31,19 +33,15 @@ class Step(ctypes.Structure):
     ]
 
 
-def threads_of(rows: int) -> int:
-    """Threads of a block."""
-    return 1024 if rows <= FEW_ROWS else 512
-
-
-def groups_of(threads: int, ids: int) -> int:
-    """Groups of 32 ids of each warp."""
-    return -(-ids // (CLUSTER * threads))
+def deal(ids: int, most: int) -> tuple[int, int]:
+    """(threads of a block, at most ``most``; groups of 128 ids of each warp) that a row of ``ids`` needs."""
+    groups = -(-ids // (CLUSTER * 4 * most))
+    return max(FEWEST, 32 * -(-ids // (CLUSTER * 128 * groups))), groups
 
 
 def shared_bytes(threads: int, groups: int) -> int:
     """Dynamic shared memory of a block."""
-    return 8 * WORDS + 4 * threads * groups
+    return 8 * WORDS + 16 * threads * groups
 
 
 def definitions(threads: int) -> dict[str, int]:
@@ -62,15 +60,15 @@ def _kernel(device: torch.device, threads: int, groups: int) -> CudaKernel:
 
 
 def prepare(
-    threads: int, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, seed: torch.Tensor,
+    groups: int, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, seed: torch.Tensor,
     position: torch.Tensor, failed: torch.Tensor, vocab_size: int, padded_vocab: int, by_count: bool, by_weight: bool,
 ) -> tuple[Step, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The kernel's parameters for blocks of ``threads``, and its results: ids, supports in words of 32 ids."""
+    """The kernel's parameters for ``groups`` of each warp, and its results: ids, supports in words of 32 ids."""
     ids = torch.empty_like(seed)
     support = seed.new_empty(len(seed), padded_vocab // 32, dtype=torch.int32) if by_count or by_weight else None
     step = Step(
         *(x.data_ptr() for x in (logits, temperature, top_p, top_k, seed, position, ids)), None if support is None else support.data_ptr(),
-        failed.data_ptr(), logits.stride(0), vocab_size, padded_vocab // 32, groups_of(threads, padded_vocab), by_count, by_weight,
+        failed.data_ptr(), logits.stride(0), vocab_size, padded_vocab // 32, groups, by_count, by_weight,
     )  # fmt: skip
     return step, ids, support
 
@@ -79,11 +77,11 @@ def sample(
     logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, seed: torch.Tensor, position: torch.Tensor,
     failed: torch.Tensor, vocab_size: int, padded_vocab: int, by_count: bool, by_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    threads = threads_of(len(logits))
+    threads, groups = deal(padded_vocab, 1024 if len(logits) <= FEW_ROWS else 512)
     step, ids, support = prepare(
-        threads, logits, temperature, top_p, top_k, seed, position, failed, vocab_size, padded_vocab, by_count, by_weight
+        groups, logits, temperature, top_p, top_k, seed, position, failed, vocab_size, padded_vocab, by_count, by_weight
     )  # fmt: skip
     if len(logits):
-        _kernel(logits.device, threads, step.groups).launch(len(logits) * CLUSTER, (step,), logits.device)
+        _kernel(logits.device, threads, groups).launch(len(logits) * CLUSTER, (step,), logits.device)
         ran("sampling", SOURCE)
     return ids, None if support is None else support.view(torch.uint8)
