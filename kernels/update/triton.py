@@ -13,7 +13,6 @@ from rlk.kernels._triton.numerics import row_tree
 
 SOURCE = TritonSource("update")
 _BLOCK = 1024
-_BLOCKS = 4  # of squares, in one program
 
 
 @triton.jit
@@ -41,14 +40,20 @@ def _adam(
 
 
 @triton.jit
-def _squares(x, sums, size, width, row_stride, shard_stride, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """sums[shard, block]; element k of a shard lies in column k % width of row k // width. Grid: (blocks/BLOCKS, shards)."""
-    shard = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    k = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    at = k // width * row_stride + k % width
-    value = tl.load(x + shard * shard_stride + at, mask=k < size, other=0.0).to(tl.float64)
-    tl.store(sums + shard * blocks + block, row_tree(value * value), mask=block < blocks)
+def _squares(x, sums, size, width, row_stride, shard_stride, blocks, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """sums[shard, block]; element k of a shard lies in column k % width of row k // width, or at k (WHOLE). Grid: (blocks, shards).
+
+    One warp has a block: its tree needs no shared memory. Only the block's first element is divided in 64 bits.
+    """
+    shard, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    first, step = block.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)[None, :]
+    if WHOLE:
+        at = first + step
+    else:
+        column = (first % width).to(tl.int32) + step
+        at = (first // width + column // width) * row_stride + column % width
+    value = tl.load(x + shard * shard_stride + at, mask=first + step < size, other=0.0).to(tl.float64)
+    tl.store(sums + shard * blocks + block + tl.arange(0, 1), row_tree(value * value))
 
 
 def adam(
@@ -64,15 +69,13 @@ def adam(
 
 def block_squares(shards: torch.Tensor, block: int) -> torch.Tensor:
     count, size = len(shards), shards[0].numel()
-    rows, shard = shards.flatten(2) if shards.dim() > 2 else shards, shards[0]
-    width, stride = (size, 0) if shard.is_contiguous() else (rows.shape[2], rows.stride(1))
-    if width != size and rows.stride(2) != 1:
-        raise ValueError(f"block_squares: the rows of a shard {tuple(shard.shape)} of strides {shard.stride()} must be contiguous")
+    whole = shards[0].is_contiguous()
+    width, stride = (0, 0) if whole else (shards.shape[2], shards.stride(1))
     blocks = triton.cdiv(size, block)
     sums = shards.new_empty(count, blocks, dtype=torch.float64)
     SOURCE.launch(
-        _squares, (triton.cdiv(blocks, _BLOCKS), count), shards, sums, size, width, stride, shards.stride(0), blocks,
-        op="update.block_squares", warps=4, BLOCK=block, BLOCKS=_BLOCKS,
+        _squares, (blocks, count), shards, sums, size, width, stride, shards.stride(0), blocks, op="update.block_squares", warps=1,
+        BLOCK=block, WHOLE=whole,
     )  # fmt: skip
     return sums
 
