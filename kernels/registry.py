@@ -16,6 +16,7 @@ from rlk.kernels.embedding.cpu import LIBRARY as EMBEDDING
 from rlk.kernels.logp.cpu import LIBRARY as LOGP
 from rlk.kernels.pack.cpu import LIBRARY as PACK
 from rlk.kernels.rms_norm.cpu import LIBRARY as RMS_NORM
+from rlk.kernels.rms_norm.sm90 import SOURCE as HOPPER_NORMS
 from rlk.kernels.rope.cpu import LIBRARY as ROPE
 from rlk.kernels.sampling.sm90 import SOURCE as HOPPER_SAMPLING
 from rlk.kernels.serving.sm90 import SOURCE as HOPPER_SERVING
@@ -55,6 +56,7 @@ def declared_kernels() -> dict[str, tuple[str, ...]]:
     cuda = {
         HOPPER_PRODUCTS.kernel_id: _OPERATORS[DET_GEMM],
         HOPPER_WEIGHT_GRADIENTS.kernel_id: _OPERATORS[DET_GEMM],
+        HOPPER_NORMS.kernel_id: _OPERATORS[RMS_NORM],
         HOPPER_SAMPLING.kernel_id: ("sampling",),
         HOPPER_SERVING.kernel_id: ("rms_norm",),
         HOPPER_ATTENTION.kernel_id: _OPERATORS[ATTENTION],

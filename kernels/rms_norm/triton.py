@@ -1,6 +1,7 @@
 """Triton backend of rms_norm, and the arithmetic of qk_norm: one program holds whole rows, sums are row trees.
 
-Every step is IEEE and in the CPU backend's order, so both backends give the same bytes.
+Every step is IEEE and in the CPU backend's order, so both backends give the same bytes. On Hopper kernels in CUDA C++ (``sm90``) normalise
+heads and give the gradients of wide rows, with these bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,6 +14,7 @@ import triton.language as tl
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.fold import fold_leaves
 from rlk.kernels._triton.numerics import bf16, column_tree, reciprocal_root, row_tree
+from rlk.kernels.rms_norm import sm90
 from rlk.kernels.rms_norm.cpu import rms_norm, rms_norm_backward
 
 SOURCE = TritonSource("rms_norm")
@@ -115,9 +117,13 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
 def normalise(op: str, x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
     """y of every row of x."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    x, rows, *layout = _rows(x)
+    x, rows, heads, token_stride, head_stride = _rows(x)
+    layout, gamma = (rows, heads, token_stride, head_stride), gamma.contiguous()
+    if sm90.takes_heads(x, gamma, token_stride, head_stride):
+        sm90.normalise_heads(op, x, gamma, y, *layout, eps)
+        return y
     shape = _shape(x.shape[-1])
-    SOURCE.launch(_forward, (triton.cdiv(rows, shape["ROWS"]),), x, gamma.contiguous(), y, rows, *layout, eps, op=op, **shape)
+    SOURCE.launch(_forward, (triton.cdiv(rows, shape["ROWS"]),), x, gamma, y, *layout, eps, op=op, **shape)
     return y
 
 
@@ -125,9 +131,13 @@ def gradient(op: str, x: torch.Tensor, gamma: torch.Tensor, dy: torch.Tensor, ep
     """dx of every row of x."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     x, rows, *layout = _rows(x)
+    gamma, dy = gamma.contiguous(), dy.contiguous()
+    if x.is_contiguous() and sm90.takes(x, gamma, dy):
+        sm90.gradient(op, x, gamma, dy, dx, eps)
+        return dx
     shape = _shape(x.shape[-1])
     grid = (triton.cdiv(rows, shape["ROWS"]),)
-    SOURCE.launch(_backward, grid, x, gamma.contiguous(), dy.contiguous(), dx, rows, *layout, eps, op=op, **shape)
+    SOURCE.launch(_backward, grid, x, gamma, dy, dx, rows, *layout, eps, op=op, **shape)
     return dx
 
 
@@ -136,16 +146,20 @@ def gamma_roots(
 ) -> torch.Tensor:
     """Gradient of gamma of every shard of heads, leaves joined, shards not: [shards, width] fp32."""
     x, dy, width = x.contiguous(), dy.contiguous(), x.shape[-1]
+    index, offsets = index.contiguous(), offsets.contiguous()
     rows, leaves = x.numel() // width, offsets.numel() - 1
+    out = x.new_empty(shards, width, dtype=torch.float32)
+    if heads == 1 and sm90.takes(x, dy):
+        fold_leaves(SOURCE, sm90.gain_parts(op, x, dy, eps, index, offsets), out)
+        return out
     rstd = x.new_empty(rows, dtype=torch.float32)
     parts = x.new_empty(leaves, shards, width, dtype=torch.float32)
-    out = x.new_empty(shards, width, dtype=torch.float32)
     shape = _shape(width)
     SOURCE.launch(_row_rstd, (triton.cdiv(rows, shape["ROWS"]),), x, rstd, rows, eps, op=None, **shape)
     block = min(64, triton.next_power_of_2(width))
     grid = (triton.cdiv(width, block), leaves, shards)
     SOURCE.launch(
-        _gamma_leaves, grid, x, dy, rstd, index.contiguous(), offsets.contiguous(), parts, heads, heads // shards,
+        _gamma_leaves, grid, x, dy, rstd, index, offsets, parts, heads, heads // shards,
         op=op, warps=1, stages=3, WIDTH=width, BLOCK=block,
     )  # fmt: skip
     fold_leaves(SOURCE, parts, out)
