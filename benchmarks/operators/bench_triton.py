@@ -32,7 +32,7 @@ from report import environment, graphed, microseconds
 
 from rlk.contract.models import QWEN3_8B
 from rlk.contract.topology import token_leaves
-from rlk.kernels.batch_invariant_logp import batch_invariant_logp_weight_grad, batch_invariant_logp_with_lse
+from rlk.kernels.batch_invariant_logp import batch_invariant_logp_gradients, batch_invariant_logp_with_lse
 from rlk.kernels.dispatch import readback
 from rlk.kernels.logp import logp
 from rlk.kernels.qk_norm import qk_norm
@@ -164,12 +164,12 @@ def _heads(tokens: int) -> dict[str, Case]:
     scored = lambda h, w, ids: functional.log_softmax((h @ w.T).float(), 1).gather(1, ids[:, None])[:, 0]
 
     def ours(h: torch.Tensor, ids: torch.Tensor, t: torch.Tensor, seed: torch.Tensor, weight: bool = False) -> Tensors:
+        if weight and len(h) == tokens:
+            y, lse = batch_invariant_logp_with_lse(h, w, ids, t, **SIZES)
+            return y, *batch_invariant_logp_gradients(h, w, ids, t, lse, seed, index, offsets, **SIZES)
         leaf = h.detach().requires_grad_()
-        y, lse = batch_invariant_logp_with_lse(leaf, w, ids, t, **SIZES)
-        dh = torch.autograd.grad(y, leaf, seed)[0]
-        if not weight or len(h) < tokens:
-            return y.detach(), dh
-        return y.detach(), dh, batch_invariant_logp_weight_grad(h, w, ids, t, lse, seed, index, offsets, vocab_size=VOCAB)
+        y, _ = batch_invariant_logp_with_lse(leaf, w, ids, t, **SIZES)
+        return y.detach(), torch.autograd.grad(y, leaf, seed)[0]
 
     def arm(f: Callable[..., torch.Tensor], weight: bool = False) -> Run:
         def run(h: torch.Tensor, ids: torch.Tensor, t: torch.Tensor, seed: torch.Tensor) -> Tensors:
