@@ -18,9 +18,10 @@ from rlk.kernels._native import cuda
 from rlk.kernels._native.cuda import CudaSource
 from rlk.kernels._native.wgmma import instruction
 from rlk.kernels.det_gemm import sm90, sm90_tokens
-from rlk.kernels.det_gemm.sm90_plans import DEPTH, MOST_LEAVES, SHARED_BYTES, Plan, kept_floats, product_plan, shared_bytes
+from rlk.kernels.det_gemm.sm90_plans import DEPTH, MOST_LEAVES, Plan, kept_floats, product_plan, shared_bytes
 from rlk.kernels.registry import declared_kernels
 
+SHARED_BYTES = 227 * 1024
 ROWS = sorted({1, 16, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 2048, 4096, 8192, *GEMM_ROWS})
 WIDTHS = sorted({size // share for g in QWEN3_8B.gemms() for size in (g.n, g.k) for share in (1, 8)})
 CASES = itertools.product(ROWS, WIDTHS, (1, MOST_LEAVES), (False, True))

@@ -8,8 +8,6 @@ DEPTH = 64
 """Products along the contraction in one line of a stage."""
 MOST_LEAVES = 8
 """Leaves that one launch joins, at most."""
-SHARED_BYTES = 232_448
-"""Shared memory of a block, at most."""
 _KEPT = 48
 """Floats of a finished subtree that a thread keeps in registers beside a wide accumulator."""
 
