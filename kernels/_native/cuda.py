@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -89,7 +90,7 @@ class CudaKernel:
         self.threads, self.shared = threads, shared
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.current_stream()
+            _hold_context()
             _checked("cuModuleLoadData", ctypes.byref(module), code)
         _checked("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
         _checked("cuFuncSetAttribute", self._function, _MOST_SHARED_BYTES, shared)
@@ -101,6 +102,7 @@ class CudaKernel:
         """
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         with torch.cuda.device(device):
+            _hold_context()
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             if not (waits and overlaps()):
                 _checked("cuLaunchKernel", self._function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, pointers, None)
@@ -147,6 +149,24 @@ def _encode(view: object, data: int, sizes: Sequence[int], strides: Sequence[int
 def ran(op: str, source: CudaSource) -> None:
     """Record ``op`` as run by ``source``, whose kernels stand in the table of the backend "triton" beside Triton's own."""
     record(op, "triton", source.kernel_id)
+
+
+_THREAD = threading.local()
+
+
+def _hold_context() -> None:
+    """Give the calling thread the current card's context, once: the driver asks for one, and a thread of torch's backward pass whose
+    tensors all come from the cache has made no call of the runtime that would bring it."""
+    if hasattr(_THREAD, "held"):
+        return
+    context = ctypes.c_void_p()
+    _checked("cuCtxGetCurrent", ctypes.byref(context))
+    if not context:
+        card = ctypes.c_int()
+        _checked("cuDeviceGet", ctypes.byref(card), torch.cuda.current_device())
+        _checked("cuDevicePrimaryCtxRetain", ctypes.byref(context), card)
+        _checked("cuCtxSetCurrent", context)
+    _THREAD.held = True
 
 
 @functools.cache
