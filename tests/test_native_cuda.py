@@ -14,10 +14,15 @@ class Driver:
     """Knows which threads have a context; every call succeeds."""
 
     def __init__(self) -> None:
-        self.contexts = {threading.get_ident(): 7}
+        self.thread = threading.local()
+
+    @property
+    def context(self) -> int:
+        """The calling thread's, 0 for none."""
+        return getattr(self.thread, "context", 0)
 
     def cuCtxGetCurrent(self, context: object) -> int:
-        self._write(context, self.contexts.get(threading.get_ident(), 0))
+        self._write(context, self.context)
         return 0
 
     def cuDevicePrimaryCtxRetain(self, context: object, card: ctypes.c_int) -> int:
@@ -25,7 +30,7 @@ class Driver:
         return 0
 
     def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
-        self.contexts[threading.get_ident()] = context.value or 0
+        self.thread.context = context.value or 0
         return 0
 
     def cuDeviceGet(self, card: object, index: int) -> int:
@@ -34,7 +39,7 @@ class Driver:
 
     def cuModuleLoadData(self, module: object, code: bytes) -> int:
         """As the driver, which knows a module only in a context: CUDA_ERROR_INVALID_CONTEXT is 201."""
-        return 0 if self.contexts.get(threading.get_ident()) else 201
+        return 0 if self.context else 201
 
     def cuModuleGetFunction(self, *_: object) -> int:
         return 0
@@ -67,7 +72,7 @@ def in_new_thread(driver: Driver) -> int | None:
     def load() -> None:
         try:
             cuda.CudaKernel(b"", "kernel", torch.device("cuda", 3), 128, 0)
-            found.append(driver.contexts[threading.get_ident()])
+            found.append(driver.context)
         except RuntimeError:
             found.append(None)
 
@@ -84,5 +89,6 @@ def test_a_thread_without_a_context_takes_the_cards(driver: Driver, monkeypatch:
 
 
 def test_a_thread_keeps_the_context_it_has(driver: Driver) -> None:
+    driver.thread.context = 7
     cuda.CudaKernel(b"", "kernel", torch.device("cuda", 3), 128, 0)
-    assert driver.contexts[threading.get_ident()] == 7
+    assert driver.context == 7
