@@ -3,11 +3,15 @@
 import ctypes
 import threading
 from contextlib import nullcontext
+from typing import TypeAlias
 
 import pytest
 import torch
 
 from rlk.kernels._native import cuda
+
+Reference: TypeAlias = "ctypes._CArgObject"
+"""What ``ctypes.byref`` gives."""
 
 
 class Driver:
@@ -21,11 +25,11 @@ class Driver:
         """The calling thread's, 0 for none."""
         return getattr(self.thread, "context", 0)
 
-    def cuCtxGetCurrent(self, context: object) -> int:
+    def cuCtxGetCurrent(self, context: Reference) -> int:
         self._write(context, self.context)
         return 0
 
-    def cuDevicePrimaryCtxRetain(self, context: object, card: ctypes.c_int) -> int:
+    def cuDevicePrimaryCtxRetain(self, context: Reference, card: ctypes.c_int) -> int:
         self._write(context, 100 + card.value)
         return 0
 
@@ -33,7 +37,7 @@ class Driver:
         self.thread.context = context.value or 0
         return 0
 
-    def cuDeviceGet(self, card: object, index: int) -> int:
+    def cuDeviceGet(self, card: Reference, index: int) -> int:
         ctypes.cast(card, ctypes.POINTER(ctypes.c_int))[0] = index
         return 0
 
@@ -51,7 +55,7 @@ class Driver:
         return 0
 
     @staticmethod
-    def _write(where: object, value: int) -> None:
+    def _write(where: Reference, value: int) -> None:
         ctypes.cast(where, ctypes.POINTER(ctypes.c_void_p))[0] = value or None
 
 
