@@ -96,9 +96,9 @@ def _decode(report: Report, name: str, lengths: list[int], sizes: Sequence[tuple
     if LIBRARY.available:
         k, v = (x.transpose(1, 2).contiguous() for x in cache.split(DIM, dim=3))
         few, used, room = starts.int(), ends.int(), tables.shape[2] * PAGE
-        for name, splits in (("FlashAttention 3", 0), ("FlashAttention 3, one split", 1)):
-            arms[name] = lambda table, splits=splits: flash(q, k, v, few, 1, room, splits, used, table)
-    replays = {name: graphed(lambda run=run: [run(table) for table in tables])[0] for name, run in arms.items()}
+        for library, splits in (("FlashAttention 3", 0), ("FlashAttention 3, one split", 1)):
+            arms[library] = lambda table, splits=splits: flash(q, k, v, few, 1, room, splits, used, table)
+    replays = {arm: graphed(lambda run=run: [run(table) for table in tables])[0] for arm, run in arms.items()}
     report.timed(f"decode {name}, {layers} layers", replays)
 
 
