@@ -88,7 +88,7 @@ Plan: TypeAlias = Step | list["Plan"] | tuple["Plan", ...]
 
 def plan(cards: Sequence[str], shards: int) -> Plan:
     """All sessions, on the first two of these cards. Of a card's 140 GiB eight ranks of ws2 take 26, a strict engine and its trainer 20,
-    native ones beside them 20 more, a shard of the operators up to 6, and the chain of the whole model, at its end, nearly all."""
+    native ones beside them 20 more, a shard of the operators up to 6, and the chain of the whole model 110 at its end."""
     first, last = cards[0], cards[:2][-1]
     topologies = tuple(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1", "ws2_2"))
     rows = [_part(name, "engines", first) for name in ("integration", "ablation")]
