@@ -28,11 +28,12 @@ def test_speed_is_shown_only_beside_equal_bytes() -> None:
 
 
 def test_a_training_step_is_timed_beside_equal_gradients() -> None:
-    result = read("training_h200.json")
-    assert result["differ"] == 0
-    assert result["where"]["dirty"] is False
-    assert {len(steps) for steps in result["times_ms"].values()} == {5}
-    assert set(result["times_ms"]) == set(result["peak_allocated"]) == set(result["profile"])
+    for name, row in read("training_h200.json")["rows"].items():
+        assert name == f"{row['work']['scored']} of {row['work']['tokens']} tokens scored"
+        assert row["differ"] == 0
+        assert row["where"]["dirty"] is False
+        assert {len(steps) for steps in row["times_ms"].values()} == {5}
+        assert set(row["times_ms"]) == set(row["peak_allocated"]) == set(row["busy_ms"]) == set(row["profile"])
 
 
 def test_parts_of_a_step_are_timed_beside_equal_bytes() -> None:

@@ -1,13 +1,13 @@
 """One training step on one card: Megatron-core against rlk strict, step by step in one run.
 
     rlk prepare --synthetic qwen3-8b --layers 8 --out DIR
-    PYTHONPATH=. python3 benchmarks/e2e/training.py DIR results.json
+    PYTHONPATH=. python3 benchmarks/e2e/training.py DIR results.json [--prompt 32]
 
 A step is forward, loss, backward, gradient norm and Adam; hashes and files are left out of both. Megatron runs with its local layers and
 torch's operators, its step ends with torch's fused AdamW. It is measured as it comes, with an attention that writes every score to memory,
 and with torch's fused attention in its place, which the ratios are taken against. Megatron computes logits of all tokens, rlk those of the
-tokens that are scored, which are half of them here. The strict arm first proves its bytes: two passes over the same weights leave equal
-gradients. Where they differ, no time is shown.
+tokens that are scored: all but the prompt, whose length is an option; each is a row of the results. The strict arm first proves its bytes:
+two passes over the same weights leave equal gradients. Where they differ, no time is shown.
 
 Eight layers of Qwen3-8B take 50 GB for each of the two trainers: weights, and gradients, masters and moments in fp32.
 """
@@ -37,20 +37,20 @@ from rlk.train.trainer import MegatronTrainer
 
 AS_IT_COMES, NATIVE, STRICT = "megatron as it comes", "megatron, fused attention", "rlk strict"
 Step = Callable[[], dict[str, float]]
-SAMPLES, PROMPT, RESPONSE, MICRO_BATCH = 4, 1024, 1024, 2
+SAMPLES, TOKENS, MICRO_BATCH = 4, 2048, 2
 STEPS, WARM_UP = 5, 2
 LR = 1e-6
 
 
-def samples(vocabulary: int) -> list[Sample]:
-    """Random prompts and responses."""
+def samples(vocabulary: int, prompt: int) -> list[Sample]:
+    """Random prompts of ``prompt`` tokens, and responses."""
     generator = torch.Generator().manual_seed(5)
     draw = lambda count: tuple(torch.randint(0, vocabulary, (count,), generator=generator).tolist())
     made = []
     for i in range(SAMPLES):
-        prompt, answer = draw(PROMPT), draw(RESPONSE)
-        response = Response(i, prompt, answer, (0.0,) * RESPONSE, None, "length", 0, 0)
-        made.append(Sample(Request(i, prompt, SamplingParams(max_tokens=RESPONSE)), response))
+        asked, answer = draw(prompt), draw(TOKENS - prompt)
+        response = Response(i, asked, answer, (0.0,) * len(answer), None, "length", 0, 0)
+        made.append(Sample(Request(i, asked, SamplingParams(max_tokens=len(answer))), response))
     return made
 
 
@@ -85,10 +85,10 @@ class FusedUpdate:
 class Arm:
     """One trainer, its batch and the scores before the first update."""
 
-    def __init__(self, mode: Literal["native", "strict"], checkpoint: Path, device: str) -> None:
+    def __init__(self, mode: Literal["native", "strict"], checkpoint: Path, prompt: int, device: str) -> None:
         self.trainer = MegatronTrainer(checkpoint, mode=mode, device=device, numerics=HOPPER, micro_batch_size=MICRO_BATCH)
         self.trainer._reference.clear()  # no step reads it
-        self.samples = samples(self.trainer.config.vocab_size)
+        self.samples = samples(self.trainer.config.vocab_size, prompt)
         self.old = self.trainer.score(self.samples)
         self.update = FusedUpdate(self.trainer) if mode == "native" else partial(self.trainer.optimizer.update, LR)
 
@@ -143,17 +143,17 @@ def profiled(step: Step) -> tuple[float, list[tuple[str, int, float]]]:
     return round(sum(row[2] for row in rows), 3), sorted(rows, key=lambda row: -row[2])[:40]
 
 
-def measure(checkpoint: Path, keep: Callable[[dict[str, Any]], None], device: str = "cuda") -> dict[str, Any]:
+def measure(checkpoint: Path, prompt: int, keep: Callable[[dict[str, Any]], None], device: str = "cuda") -> dict[str, Any]:
     """Build and prove the strict trainer, build the native one, let their steps alternate; ``keep`` is given the result as it grows."""
-    work = {"samples": SAMPLES, "tokens": PROMPT + RESPONSE, "scored": RESPONSE, "micro_batch": MICRO_BATCH}
+    work = {"samples": SAMPLES, "tokens": TOKENS, "scored": TOKENS - prompt, "micro_batch": MICRO_BATCH}
     found: dict[str, Any] = {part: {} for part in ("times_ms", "peak_allocated", "busy_ms", "profile")}
     result: dict[str, Any] = {"checkpoint": checkpoint.name, "work": work, **found}
-    strict = Arm("strict", checkpoint, device)
+    strict = Arm("strict", checkpoint, prompt, device)
     result["differ"] = proved(strict)
     keep(result)
     if result["differ"]:
         return result
-    native = Arm("native", checkpoint, device)
+    native = Arm("native", checkpoint, prompt, device)
     own = [layer.self_attention.core_attention for layer in native.trainer.model.module.decoder.layers]
     steps: dict[str, Step] = {AS_IT_COMES: attended(native, own), NATIVE: attended(native, [Fused() for _ in own]), STRICT: strict.step}
     for number in range(WARM_UP + STEPS):
@@ -199,15 +199,18 @@ def main() -> int:
     """Exit code 1 if the strict arm's bytes are red."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("results", type=Path, nargs="?")
+    parser.add_argument("results", type=Path, nargs="?", help="a file; rows of other prompts stay in it")
+    parser.add_argument("--prompt", type=int, default=TOKENS // 2, help=f"tokens of a prompt, of {TOKENS} (default: half)")
     arguments = parser.parse_args()
-    found = where()
+    found, path = where(), arguments.results
+    rows = json.loads(path.read_text())["rows"] if path and path.exists() else {}
 
     def keep(result: dict[str, Any]) -> None:
-        if arguments.results:
-            arguments.results.write_text(json.dumps({"where": found, **result}, indent=1) + "\n", encoding="utf-8")
+        if path:
+            rows[f"{result['work']['scored']} of {TOKENS} tokens scored"] = {"where": found, **result}
+            path.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
-    result = measure(arguments.checkpoint, keep)
+    result = measure(arguments.checkpoint, arguments.prompt, keep)
     if result["differ"]:
         print(f"red: {result['differ']} elements of the gradients differ between two passes: no time")
         return 1
