@@ -25,6 +25,7 @@ from rlk.rollout.vllm.settings import (
     additional_config,
     numerics_of,
     require_supported,
+    transport_of,
 )
 from rlk.rollout.vllm.wanted import LARGEST_GRAPH, Wanted, default_cudagraph_sizes
 
@@ -109,11 +110,10 @@ def test_a_card_takes_graphs_for_decode_and_asynchronous_scheduling(tmp_path: Pa
     assert require_supported(on_a_card(tmp_path)) == CONFIG
 
 
-def test_a_card_takes_one_rank_and_its_own_worker(tmp_path: Path) -> None:
+def test_a_card_takes_several_ranks_and_its_own_worker(tmp_path: Path) -> None:
     config = on_a_card(tmp_path)
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = 2
-    with pytest.raises(EngineRefusal, match="2 tensor parallel ranks on cuda"):
-        require_supported(config)
+    assert require_supported(config) == CONFIG
     config = on_a_card(tmp_path)
     config.parallel_config.worker_cls = WORKERS["cpu"]
     with pytest.raises(EngineRefusal, match=r"worker class .*StrictCpuWorker"):
@@ -163,9 +163,19 @@ def test_contradictions_are_refused() -> None:
         ({"device": "tpu"}, "neither 'cpu' nor 'cuda'"),
         ({"device": "cpu"}, "enforce_eager=False on the CPU"),
         ({"mode": "native", "tensor_parallel_size": 2}, "mode='native' with tensor_parallel_size=2"),
+        ({"transport": "gloo"}, "transport='gloo' does not move bytes between ranks of vLLM on cuda: use peer or nccl"),
+        ({"device": "cpu", "eager": True, "transport": "peer"}, "transport='peer' does not .* on cpu: use gloo"),
     ):
         with pytest.raises(EngineRefusal, match=named):
             wanted(**changed)
+
+
+def test_ranks_on_cards_write_each_others_memory_unless_told_otherwise() -> None:
+    for changed, expected in (({}, "peer"), ({"transport": "nccl"}, "nccl"), ({"device": "cpu", "eager": True}, "gloo")):
+        given = wanted(tensor_parallel_size=2, **changed).arguments()
+        assert transport_of(SimpleNamespace(additional_config=given["additional_config"])) == expected
+        assert given["disable_custom_all_reduce"] is True
+    assert "distributed_executor_backend" not in wanted().arguments()
 
 
 def test_default_graphs_reach_exactly_to_the_largest_step() -> None:

@@ -25,12 +25,15 @@ class Link:
     """One rank's side of the job. Create it on every rank at the same point.
 
     presence: finds lost ranks. transport: what carries the data of this link's groups. message_bytes: the largest message handed to it;
-    any size gives the same bytes. busy: whether a transport call of this link is under way; lost: whether one failed. unanswered: of
-    transports whose calls return before they end, whether one ended without its peers.
+    any size gives the same bytes. host: all ranks, for messages in host memory, None if the default group carries them. busy: whether a
+    transport call of this link is under way; lost: whether one failed. unanswered: of transports whose calls return before they end,
+    whether one ended without its peers.
     """
 
-    def __init__(self, presence: Presence, *, transport: Transport = "gloo", message_bytes: int = 1 << 28) -> None:
-        self.presence, self.transport, self.message_bytes = presence, transport, message_bytes
+    def __init__(
+        self, presence: Presence, *, transport: Transport = "gloo", message_bytes: int = 1 << 28, host: dist.ProcessGroup | None = None
+    ) -> None:
+        self.presence, self.transport, self.message_bytes, self._host = presence, transport, message_bytes, host
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
         self.checking = True
@@ -135,5 +138,5 @@ class Link:
         size = dist.get_world_size(handle)
         rows = row.new_empty(size, row.numel())
         name = "world" if handle is None else f"{size} ranks"
-        self.run(lambda: dist.all_gather(list(rows), row, group=handle), name, op, (size - 1) * row.nbytes)
+        self.run(lambda: dist.all_gather(list(rows), row, group=handle or self._host), name, op, (size - 1) * row.nbytes)
         return rows

@@ -60,21 +60,23 @@ class Gloo:
 
 
 class Nccl(Gloo):
-    """From card to card. The host waits for each message, so that a rank that is lost is named and nothing is read that never came."""
+    """From card to card. The host waits for each message, so that a rank that is lost is named and nothing is read that never came; in a
+    graph that is captured the stream waits alone."""
 
     whole_below: ClassVar[int] = 1 << 18
 
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
         received = piece.new_empty((self.size, *piece.shape))
-        self._wait(dist.all_gather_into_tensor(received.view(-1), piece, group=self.handle, async_op=True))
-        return received
+        return self._waited(received, dist.all_gather_into_tensor(received.view(-1), piece, group=self.handle, async_op=True))
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(rows)
-        self._wait(dist.all_to_all_single(received, rows, group=self.handle, async_op=True))
-        return received
+        return self._waited(received, dist.all_to_all_single(received, rows, group=self.handle, async_op=True))
 
-    def _wait(self, work: dist.Work) -> None:
+    def _waited(self, received: torch.Tensor, work: dist.Work) -> torch.Tensor:
+        if received.is_cuda and torch.cuda.is_current_stream_capturing():
+            work.wait()
+            return received
         presence = self.link.presence
         began = time.monotonic()
         look = began + _FIRST_LOOK
@@ -89,6 +91,7 @@ class Nccl(Gloo):
             if now > began + 0.01:
                 time.sleep(_PAUSE)
         work.wait()
+        return received
 
 
 class Shm(Gloo):

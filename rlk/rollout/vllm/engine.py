@@ -14,6 +14,7 @@ from rlk.contract.numerics import DEFAULT, Numerics
 from rlk.contract.records import Request, Response
 from rlk.model.config import Qwen3Config
 from rlk.parallel.rendezvous import LOOPBACK
+from rlk.parallel.transport import Transport
 from rlk.rollout.requests import eos_token_ids, refusal, refused_response, require_distinct
 from rlk.rollout.vllm import convert
 from rlk.rollout.vllm.plugin import register
@@ -22,7 +23,7 @@ from rlk.rollout.vllm.wanted import Device, Wanted, default_cudagraph_sizes
 
 
 class VllmEngine:
-    """One vLLM engine on the CPU or on one card.
+    """One vLLM engine on the CPU, on one card, or on one card for each rank.
 
     strict: model, attention and sampler of the contract inside vLLM's scheduler, paged cache, chunked prefill and prefix cache; anything
     unsupported is refused at start by name. native: stock Qwen3, stock attention and sampler; requests are drawn from the engine's seed,
@@ -53,6 +54,7 @@ class VllmEngine:
         weight_version: int = 0,
         seed: int = 0,
         tensor_parallel_size: int = 1,
+        transport: Transport | None = None,
         separate_process: bool = False,
         rpc_timeout: float = 600.0,
         engine_options: Mapping[str, Any] | None = None,
@@ -65,7 +67,8 @@ class VllmEngine:
         max_model_len: tokens of prompt and response together. max_num_batched_tokens: budget of one step, which longer prompts are chunked
         by. kv_cache_bytes: size of the paged cache of each rank. stop_token_ids: None takes the checkpoint's end-of-sequence ids. seed: of
         native draws. tensor_parallel_size: ranks that share the model, strict mode only; more than one run in processes of their own, each
-        on its share of the CPUs, which needs a process to start from as separate_process does.
+        on its share of the CPUs or on a card of its own, which needs a process to start from as separate_process does. transport: what
+        moves their bytes; None is gloo on the CPU and peer on cards, which also take nccl.
         rpc_timeout: seconds. engine_options: further arguments of ``vllm.LLM``.
         Raises CheckpointError or EngineRefusal, each naming what is wrong.
         """
@@ -84,6 +87,7 @@ class VllmEngine:
             kv_cache_bytes=kv_cache_bytes,
             seed=seed,
             tensor_parallel_size=tensor_parallel_size,
+            transport=transport,
         )
         self.mode, self.device, self.numerics, self.max_model_len = mode, device, numerics, max_model_len
         self.config = Qwen3Config.from_json(checkpoint)
@@ -275,6 +279,8 @@ def _prepare_environment(separate_process: bool, ranks: int) -> None:
     if ranks > 1:
         # A forked rank would hang in OpenMP if this process has used it.
         os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="spawn", GLOO_SOCKET_IFNAME="lo")
+        # Sums inside a switch are in nobody's order, and strict mode leaves vLLM's own collectives unused.
+        os.environ.update(NCCL_NVLS_ENABLE="0", VLLM_ALLREDUCE_USE_SYMM_MEM="0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_bytes, in whole GiB
 

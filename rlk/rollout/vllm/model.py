@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -15,11 +15,12 @@ from vllm.model_executor.layers.attention import Attention
 from rlk.contract.numerics import Numerics
 from rlk.kernels.checked import trusted
 from rlk.model.config import CheckpointError, Qwen3Config
+from rlk.model.linear import joined
 from rlk.model.qwen3 import Qwen3Dense, Qwen3Layer
 from rlk.model.serving import serve
 from rlk.rollout.vllm.attention import RlkAttentionBackend
 from rlk.rollout.vllm.ranks import tensor_parallel
-from rlk.rollout.vllm.settings import device_of, numerics_of, require_supported
+from rlk.rollout.vllm.settings import device_of, numerics_of, require_supported, transport_of
 from rlk.rollout.vllm.tracing import StepRecorder
 
 
@@ -35,7 +36,7 @@ class RlkQwen3ForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config, numerics = require_supported(vllm_config), numerics_of(vllm_config)
-        tp = tensor_parallel(numerics)
+        tp = tensor_parallel(numerics, transport_of(vllm_config))
         self.dense = Qwen3Dense(config, numerics, max_positions=vllm_config.model_config.max_model_len, tp=tp)
         layers = range(config.num_hidden_layers)
         self.attention = nn.ModuleList(paged_layer(vllm_config, config, numerics, tp.size, f"{prefix}layers.{i}.attention") for i in layers)
@@ -55,16 +56,18 @@ class RlkQwen3ForCausalLM(nn.Module):
         if intermediate_tensors is not None or inputs_embeds is not None:
             raise NotImplementedError("strict mode runs the whole model on token ids: no pipeline stage, no input embeddings")
         trace = self.recorder.begin(positions) if self.recorder else None
-        tp = self.dense.tp
-        with nullcontext() if tp.size == 1 else tp.link.unit("forward", repr((input_ids.tolist(), positions.tolist()))), trusted():
+        with self._agreed(input_ids, positions), trusted():
             if trace is not None:
                 return self.dense(input_ids.long(), positions.long(), self._attend, trace)
             positions = positions.long()
             return serve(self.dense, input_ids.long(), lambda layer, qkv: self._attend_packed(layer, qkv, positions))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[rows, H] -> fp32 [rows, columns of this rank's vocabulary shards, padding included], one row per scheduled request."""
+        """[rows, H] -> fp32 logits, one row per scheduled request, padding included: of this rank's vocabulary shards on the CPU, of all
+        ranks' on a card, where every rank draws."""
         columns = self.dense.columns(hidden_states)
+        if columns.is_cuda:
+            columns = joined(columns, self.dense.tp)
         if self.recorder:
             self.recorder.put_last_rows("logits", columns[:, : self.dense.config.vocab_size])
         return columns
@@ -83,6 +86,13 @@ class RlkQwen3ForCausalLM(nn.Module):
             tensors[name] = tensor
         self.dense.load_hf(tensors)
         return {name for name, _ in self.named_parameters()}
+
+    def _agreed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> AbstractContextManager[None]:
+        """The step as a unit of all ranks; on a card, whose host must not wait, vLLM's word that it hands them one step is taken."""
+        tp = self.dense.tp
+        if tp.size == 1 or input_ids.is_cuda:
+            return nullcontext()
+        return tp.link.unit("forward", repr((input_ids.tolist(), positions.tolist())))
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         attended: torch.Tensor = self.attention[layer](q, k, v)

@@ -11,6 +11,7 @@ from rlk.contract.arms import ROUTES
 from rlk.contract.numerics import CONTRACT_VERSION, ContractError, Numerics
 from rlk.contract.topology import Topology
 from rlk.model.config import Qwen3Config
+from rlk.parallel.transport import Transport
 from rlk.rollout.vllm.plugin import ARCHITECTURE, MIXED_ARCHITECTURE
 
 if TYPE_CHECKING:
@@ -29,9 +30,10 @@ class EngineRefusal(RuntimeError):
     """The engine was asked for something that strict mode cannot keep, or runs something else than was asked; names it."""
 
 
-def additional_config(numerics: Numerics, routes: Sequence[str] = ROUTES) -> dict[str, Any]:
-    """The plain JSON that carries ``numerics`` and the routes that run this project's operators to wherever vLLM builds the model."""
-    return {KEY: {"numerics": numerics.as_dict(), "routes": list(routes)}}
+def additional_config(numerics: Numerics, routes: Sequence[str] = ROUTES, transport: Transport = "gloo") -> dict[str, Any]:
+    """The plain JSON that carries ``numerics``, the routes that run this project's operators, and what moves the bytes of tensor parallel
+    ranks, to wherever vLLM builds the model."""
+    return {KEY: {"numerics": numerics.as_dict(), "routes": list(routes), "transport": transport}}
 
 
 def numerics_of(vllm_config: VllmConfig) -> Numerics:
@@ -54,6 +56,12 @@ def numerics_of(vllm_config: VllmConfig) -> Numerics:
 def carried_routes(vllm_config: VllmConfig) -> tuple[str, ...]:
     """The routes that travelled in ``additional_config``."""
     return tuple(vllm_config.additional_config[KEY]["routes"])
+
+
+def transport_of(vllm_config: VllmConfig) -> Transport:
+    """The transport that travelled in ``additional_config``."""
+    transport: Transport = vllm_config.additional_config[KEY]["transport"]
+    return transport
 
 
 def architecture(routes: Sequence[str]) -> str:
@@ -86,7 +94,6 @@ def require_supported(vllm_config: VllmConfig) -> Qwen3Config:
         f"attention backend {chosen}": chosen is not None,
         "VLLM_BATCH_INVARIANT, which replaces operators of torch,": os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0",
         "asynchronous scheduling on the CPU": device == "cpu" and bool(vllm_config.scheduler_config.async_scheduling),
-        f"{tp} tensor parallel ranks on {device}": device != "cpu" and tp > 1,
         f"compilation mode {int(compilation.mode or 0)}": bool(compilation.mode),
         f"CUDA graph mode {graphs}": graphs not in ("NONE", "FULL_DECODE_ONLY"),
         f"logprobs mode {model.logprobs_mode}": model.logprobs_mode != LOGPROBS_MODE,

@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from rlk.contract.arms import MIXED_MODES, MODES, ROUTES, Mode, routes_of
 from rlk.contract.numerics import Numerics
+from rlk.parallel.transport import Transport
 from rlk.rollout.vllm.plugin import MIXED_MODEL, MODEL
 from rlk.rollout.vllm.settings import EXTENSION, LOGPROBS_MODE, WORKERS, EngineRefusal, additional_config, architecture
 
 Device = Literal["cpu", "cuda"]
+TRANSPORTS: dict[str, tuple[Transport, ...]] = {"cpu": ("gloo",), "cuda": ("peer", "nccl")}
+"""What may move the bytes of the ranks of an engine, by device, its own choice first; on cards without a host, as a graph replays it."""
 
 BLOCK_SIZE = 16
 """Tokens per KV page where attention is this project's; native attention keeps vLLM's own choice."""
@@ -38,7 +41,7 @@ _NATIVE_ATTENTION = {
 class Wanted:
     """An engine as it was asked for; the fields are arguments of ``VllmEngine``, every choice made. EngineRefusal if they contradict.
 
-    cudagraph_sizes: ascending; empty for an eager engine.
+    cudagraph_sizes: ascending; empty for an eager engine. transport: None for the first of ``TRANSPORTS``.
     """
 
     checkpoint: Path
@@ -53,6 +56,7 @@ class Wanted:
     kv_cache_bytes: int
     seed: int
     tensor_parallel_size: int
+    transport: Transport | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -66,6 +70,10 @@ class Wanted:
         if self.mode != "strict" and self.tensor_parallel_size > 1:
             ranks = self.tensor_parallel_size
             raise EngineRefusal(f"mode={self.mode!r} with tensor_parallel_size={ranks}: run the {self.mode} engine on one rank")
+
+        if self.transport not in (None, *TRANSPORTS[self.device]):
+            usable = " or ".join(TRANSPORTS[self.device])
+            raise EngineRefusal(f"transport={self.transport!r} does not move bytes between ranks of vLLM on {self.device}: use {usable}")
 
     def arguments(self) -> dict[str, Any]:
         """Of ``vllm.LLM``."""
@@ -81,7 +89,7 @@ class Wanted:
             "disable_log_stats": False,
         }
         if self.tensor_parallel_size > 1:
-            asked["distributed_executor_backend"] = "mp"
+            asked |= {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
         if self.device == "cuda":
             asked["gpu_memory_utilization"] = _UNUSED_SHARE
         if self.mode == "native":
@@ -96,7 +104,7 @@ class Wanted:
             **asked,
             "hf_overrides": {"architectures": [architecture(routes)]},
             "worker_cls": WORKERS[self.device],
-            "additional_config": additional_config(self.numerics, routes),
+            "additional_config": additional_config(self.numerics, routes, self.transport or TRANSPORTS[self.device][0]),
         }
 
     def read_back(self, layers: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from rlk.contract.numerics import Numerics
 from rlk.model.config import Qwen3Config
 from rlk.rollout.vllm.ranks import tensor_parallel
 from rlk.rollout.vllm.sampler import HostSampler, StrictSampler
+from rlk.rollout.vllm.settings import transport_of
 from rlk.rollout.vllm.worker import StrictWorkerMixin
 
 
@@ -15,4 +16,4 @@ class StrictCpuWorker(StrictWorkerMixin, CPUWorker):
     """Draws on the host."""
 
     def strict_sampler(self, config: Qwen3Config, numerics: Numerics) -> StrictSampler:
-        return HostSampler(self.model_runner, config, numerics, tensor_parallel(numerics))
+        return HostSampler(self.model_runner, config, numerics, tensor_parallel(numerics, transport_of(self.vllm_config)))
