@@ -11,7 +11,7 @@ import torch
 
 from rlk.contract.numerics import ContractError
 from rlk.parallel.collectives import Group
-from rlk.parallel.peer import BLOCKS, MOST, SLOT, THREADS, Peer, divided
+from rlk.parallel.peer import BLOCKS, MOST, SLICED_FROM, SLOT, THREADS, Peer, divided, sum_form
 from rlk.parallel.transport import Gloo
 
 VECTORS = (
@@ -60,7 +60,7 @@ def test_small_sums_spread_over_blocks_and_large_ones_fill_them() -> None:
 
 def without_card(ranks: int) -> Peer:
     peer = Peer.__new__(Peer)
-    peer.rank, peer.size, peer._form = 0, ranks, "whole" if ranks == 2 else "sliced"
+    peer.rank, peer.size = 0, ranks
     return peer
 
 
@@ -87,3 +87,12 @@ def test_bytes_sent_are_those_of_the_form() -> None:
     part = torch.empty(1000, device="meta")
     assert without_card(2).bytes_sent(part, torch.bfloat16) == 4000
     assert without_card(8).bytes_sent(part, torch.bfloat16) == 7 * 125 * 6
+    large = torch.empty(1 << 20, device="meta")
+    assert without_card(2).bytes_sent(large, torch.bfloat16) == (1 << 19) * 6
+    assert without_card(2).bytes_sent(large, torch.float32) == large.nbytes
+
+
+def test_two_ranks_send_slices_from_a_size_on_and_more_ranks_always() -> None:
+    for dtype, least in SLICED_FROM.items():
+        assert [sum_form(2, size, dtype) for size in (16, least - 4, least)] == ["whole", "whole", "sliced"]
+        assert {sum_form(ranks, size, dtype) for ranks in (4, 8) for size in (16, least)} == {"sliced"}

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -25,6 +26,10 @@ THREADS, BLOCKS, SLOT = 512, 132, 4096
 MOST = 2**31 - 4
 """Elements of a sum: the kernels count them in 32 bits, to the end of the last vector."""
 
+SLICED_FROM = {torch.float32: 1 << 24, torch.bfloat16: 1 << 22}
+"""Bytes of a part from which two ranks add a slice each instead of all elements both, by the type of the sum
+(benchmarks/results/two_cards_h200.json)."""
+
 Form = Literal["whole", "sliced", "move"]
 
 
@@ -41,8 +46,7 @@ class Peer(Gloo):
     def __init__(self, link: Link, handle: dist.ProcessGroup) -> None:
         super().__init__(link, handle)
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._form: Form = "whole" if self.size == 2 else "sliced"
-        for form, bfloat16 in (("move", False), (self._form, False), (self._form, True)):
+        for form, bfloat16 in (("move", False), *product(("whole", "sliced"), (False, True))):
             _kernel(self._device, self.size, form, bfloat16)  # compiled and loaded before a graph is captured
         flags, rooms = 4 * self.size * BLOCKS, 3
         self._window = torch.zeros(flags + BLOCKS * rooms * self.size * SLOT * 16, dtype=torch.uint8, device=self._device)
@@ -62,7 +66,7 @@ class Peer(Gloo):
 
     def tree_sum(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of fp32 parts by the tree of adjacent pairs, rounded once to ``dtype``, fp32 or bf16."""
-        return self.summed(part, dtype, self._form)
+        return self.summed(part, dtype, sum_form(self.size, part.nbytes, dtype))
 
     def summed(self, part: torch.Tensor, dtype: torch.dtype, form: Form, blocks: int = BLOCKS, slot: int = SLOT) -> torch.Tensor:
         """:meth:`tree_sum` in one of its forms.
@@ -80,7 +84,7 @@ class Peer(Gloo):
 
     def bytes_sent(self, part: torch.Tensor, dtype: torch.dtype) -> int:
         """Of :meth:`tree_sum`, to all other ranks: whole parts, or a slice of the part to each and a slice of the sum to all."""
-        if self._form == "whole":
+        if sum_form(self.size, part.nbytes, dtype) == "whole":
             return (self.size - 1) * part.nbytes
         return (self.size - 1) * -(-part.numel() // self.size) * (part.element_size() + dtype.itemsize)
 
@@ -110,6 +114,11 @@ class Peer(Gloo):
         )  # fmt: skip
         rounds = form != "move" and out.dtype == torch.bfloat16
         _kernel(self._device, self.size, form, rounds).launch(blocks, (problem,), self._device)
+
+
+def sum_form(ranks: int, size: int, dtype: torch.dtype) -> Form:
+    """How :meth:`Peer.tree_sum` adds fp32 parts of ``size`` bytes: whole parts take one exchange, slices two and fewer bytes."""
+    return "whole" if ranks == 2 and size < SLICED_FROM[dtype] else "sliced"
 
 
 def divided(vectors: int, blocks: int = BLOCKS, slot: int = SLOT) -> tuple[int, int]:
