@@ -57,9 +57,10 @@ def _attention() -> Iterator[tuple[str, str, float, int, float]]:
     )  # fmt: skip
     for part, ours, peer, target in parts:
         for case, arms in found[part].items():
-            kind, first, _, second = case.split()
-            name = f"attention, {kind}, {first} sequences" if kind == "decode" else f"attention, {kind}"
-            keys = int(second if kind == "decode" else first)
+            kind, first, _, second, *to = case.split()  # lengths of a step's sequences: one, or from … to
+            mixed = ", mixed lengths" if to else ""
+            name = f"attention, {kind}, {first} sequences{mixed}" if kind == "decode" else f"attention, {kind}"
+            keys = int([second, *to][-1] if kind == "decode" else first)
             if ours in arms and peer in arms:
                 yield name, {"sdpa": "SDPA"}.get(peer, peer), target, keys, arms[ours]["median_us"] / arms[peer]["median_us"]
 
