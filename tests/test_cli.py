@@ -59,7 +59,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "mode": (("run", "--mode", "fast"), "--mode: 'fast' is not accepted: input should be 'consistency' or 'native'"),
     "missing_profile": (("run", "--profile", "gone.json"), "profile gone.json: cannot be read"),
     "topology_shape": (("run", "--model", "MODEL", "--tp", "3"), "tp=3 does not divide the canonical 8"),
-    "topology_here": (("run", "--model", "MODEL", "--tp", "8", "--cp", "2"), "tp=8, cp=2 does not run on cpu"),
+    "topology_here": (("run", "--model", "MODEL", "--tp", "8", "--cp", "2"), "tp=8, cp=2 does not run here"),
     "temperature_negative": (("run", "--model", "MODEL", "--temperature", "-1"), "temperature=-1.0"),
     "temperature_nan": (("run", "--model", "MODEL", "--temperature", "nan"), "temperature=nan"),
     "top_p_0": (("run", "--model", "MODEL", "--top-p", "0"), "top_p=0.0 is outside (0, 1]"),

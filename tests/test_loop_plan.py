@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from rlk.contract.numerics import ContractError
+from rlk.loop.cluster import trainer_places
 from rlk.loop.labels import PrepareError
 from rlk.loop.plan import PlanError, RunPlan, describe, make_plan, sample_seed, unusable_prompts
 from rlk.loop.prepare import tiny_config
-from rlk.loop.profile import ProfileError, load_profile
+from rlk.loop.profile import Device, ProfileError, load_profile
 from rlk.loop.tokenizer import byte_tokenizer_files
 from rlk.model.config import CheckpointError
 from rlk.model.layout import hf_shapes
@@ -82,8 +83,7 @@ def test_samples_groups_and_seeds(plan: Callable[..., RunPlan]) -> None:
     ("options", "said"),
     [
         ({"tp": 3}, "tp=3 does not divide the canonical 8"),
-        ({"tp": 4, "cp": 4}, "tp=4, cp=4 does not run on cpu: the trainer has at most 8 ranks there"),
-        ({"tp": 2, "device": "cuda"}, "tp=2, cp=1 does not run on cuda: the trainer has at most 1 rank there"),
+        ({"tp": 4, "cp": 4}, "tp=4, cp=4 does not run here: the trainer has at most 8 ranks"),
         ({"cp": 2, "mode": "native"}, "mode=native with tp=1, cp=2"),
         ({"rollout_tp": 4}, "rollout_tp=4 does not run on cpu: use one of 1, 2"),
         ({"rollout_cp": 2}, "rollout_cp=2 does not run in the loop"),
@@ -120,8 +120,32 @@ def test_a_card_is_asked_for_by_name(plan: Callable[..., RunPlan], monkeypatch: 
     resolved = plan(device="cuda")
     assert (resolved.device, plan().device) == ("cuda", "cpu")
     assert dict(describe(resolved))["engines"].endswith("on cuda")
-    with pytest.raises(PlanError, match="rollout_tp=2 does not run on cuda: use one of 1"):
-        plan(device="cuda", rollout_tp=2)
+
+
+def test_every_rank_of_vllm_needs_a_card(plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert plan(device="cuda", rollout_tp=2, tp=2, cp=2).topology.rollout_tp == 2
+    with pytest.raises(PlanError, match="rollout_tp=4 needs as many cards, torch sees 2: use 2"):
+        plan(device="cuda", rollout_tp=4)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "cards", "expected"),
+    [
+        ("cpu", 4, 0, ("gloo", ["cpu"] * 4)),
+        ("cuda", 1, 2, ("gloo", ["cuda"])),
+        ("cuda", 2, 2, ("nccl", ["cuda:0", "cuda:1"])),
+        ("cuda", 4, 2, ("shm", ["cuda:0", "cuda:0", "cuda:1", "cuda:1"])),
+        ("cuda", 8, 1, ("shm", ["cuda:0"] * 8)),
+    ],
+)
+def test_trainer_ranks_share_cards_evenly(
+    device: Device, ranks: int, cards: int, expected: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    assert trainer_places(device, ranks) == expected
 
 
 def test_the_context_may_be_shorter_than_the_model_s(plan: Callable[..., RunPlan]) -> None:

@@ -15,6 +15,7 @@ from rlk.contract.numerics import Numerics
 from rlk.contract.records import Request, Response
 from rlk.contract.update import AdamParams, GrpoParams
 from rlk.loop.profile import Device
+from rlk.parallel.transport import Transport
 
 if TYPE_CHECKING:
     from rlk.rollout.vllm.engine import VllmEngine
@@ -143,12 +144,14 @@ class RolloutActor(_Process):
 class TrainActor(_Process):
     """One rank of a Megatron trainer, built anew for another checkpoint; it is never given a rollout's logprobs.
 
-    port: rendezvous of the ranks on loopback. All ranks get the same calls; they give the same answers but to :meth:`pid` and
-    :meth:`readback`.
+    device: "cpu", "cuda" or "cuda:1". port: rendezvous of the ranks on loopback. transport: how they exchange bytes. All ranks get the same
+    calls; they give the same answers but to :meth:`pid` and :meth:`readback`.
     """
 
-    def __init__(self, mode: Mode, device: Device, numerics: Numerics, port: int, tp: int = 1, cp: int = 1, rank: int = 0) -> None:
-        self._mode, self._device, self._numerics = mode, device, numerics
+    def __init__(
+        self, mode: Mode, device: str, numerics: Numerics, port: int, tp: int = 1, cp: int = 1, rank: int = 0, transport: Transport = "gloo"
+    ) -> None:
+        self._mode, self._device, self._numerics, self._transport = mode, device, numerics, transport
         self._port, self._tp, self._cp, self._rank = port, tp, cp, rank
         self._trainer: MegatronTrainer | None = None
         self._samples: list[Sample] = []
@@ -175,7 +178,7 @@ class TrainActor(_Process):
             gc.collect()
             self._trainer = MegatronTrainer(
                 checkpoint, mode=self._mode, device=self._device, numerics=self._numerics, grpo=grpo, adam=adam, port=self._port,
-                tp=self._tp, cp=self._cp, rank=self._rank,
+                tp=self._tp, cp=self._cp, rank=self._rank, transport=self._transport,
             )  # fmt: skip
         trainer = self._trainer
         trainer.micro_batch_size, trainer.grpo, trainer.optimizer.params = micro_batch_size, grpo, adam

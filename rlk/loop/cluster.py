@@ -12,12 +12,14 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+import torch
 
 from rlk.contract.arms import MIXED_MODES, Mode, Side
 from rlk.contract.numerics import Numerics
 from rlk.loop.actors import EngineFault, RolloutActor, TrainActor
 from rlk.loop.profile import NUMERICS, Device
 from rlk.parallel.pool import free_port
+from rlk.parallel.transport import Transport
 
 OBJECT_STORE_BYTES = 128 << 20
 GPU_SHARE = 0.125
@@ -112,7 +114,8 @@ class Cluster:
     """Context manager. At most one engine per side, mode and topology; runs that follow each other use the same ones. All mixed modes of a
     side take turns in one process.
 
-    device: what every engine computes on; on "cuda" all of them share the first card, and :meth:`stop` frees what they hold there.
+    device: what every engine computes on. On "cuda" engines of one rank share the first card; of several, each rank has a card of its own,
+    or trainer ranks share them evenly where there are fewer. :meth:`stop` frees what they hold there.
     numerics: None takes those of the device. ray_address: HOST:PORT of a running cluster on this host, which is left running; None starts
     one that listens on loopback only, without dashboard, and is stopped at the end. port: trainer rendezvous, 0 for a free one.
     timeout_s: longest wait for any answer.
@@ -166,7 +169,7 @@ class Cluster:
         """The rollout engine of a mode on ``tp`` ranks, all below one process (methods of ``RolloutActor``)."""
         key: Place = ("rollout", _process(mode), tp, 1)
         if key not in self._engines:
-            self._engines[key] = self._start("rollout", mode, RolloutActor, [(mode, self.device, self.numerics, tp)])
+            self._engines[key] = self._start("rollout", mode, RolloutActor, [(mode, self.device, self.numerics, tp)], tp)
         return self._turned(key, mode)
 
     def train(self, mode: Mode, tp: int = 1, cp: int = 1) -> Remote:
@@ -175,8 +178,9 @@ class Cluster:
         if key not in self._engines:
             ranks = tp * cp
             port = self.port if ranks == 1 else self.port or free_port()
-            places = [(mode, self.device, self.numerics, port, tp, cp, rank) for rank in range(ranks)]
-            self._engines[key] = self._start("train", mode, TrainActor, places)
+            transport, devices = trainer_places(self.device, ranks)
+            places = [(mode, devices[rank], self.numerics, port, tp, cp, rank, transport) for rank in range(ranks)]
+            self._engines[key] = self._start("train", mode, TrainActor, places, ranks)
         return self._turned(key, mode)
 
     def _turned(self, key: Place, mode: Mode) -> Remote:
@@ -198,21 +202,36 @@ class Cluster:
         if alive:
             raise ClusterError(f"processes {[process.pid for process in alive]} outlive their engines: end them")
 
-    def _start(self, side: Side, mode: Mode, kind: type, places: Sequence[tuple[Any, ...]]) -> Remote:
-        """One process per entry of ``places``, the arguments of its actor."""
+    def _start(self, side: Side, mode: Mode, kind: type, places: Sequence[tuple[Any, ...]], ranks: int) -> Remote:
+        """One process per entry of ``places``, the arguments of its actor. ranks: of the engine, which may start further processes."""
         import ray
 
         # The engines work in turns, so they share the cores instead of reserving them, and the card; zero would hide it from them.
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": GPU_SHARE if self.device == "cuda" else 0, "max_restarts": 0}
+        share = GPU_SHARE / len(places) if self.device == "cuda" else 0
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": share, "max_restarts": 0}
+        variables = {}
         if len(places) > 1:
-            share = max(1, len(os.sched_getaffinity(0)) // len(places))
-            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(share)}}
+            variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(places)))
+        if self.device == "cuda" and ranks > 1:
+            variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"  # its ranks name their cards
+        if variables:
+            options["runtime_env"] = {"env_vars": variables}
         actors = tuple(ray.remote(kind).options(**options).remote(*place) for place in places)
         return Remote(side, mode, actors, self.timeout_s, _log_directory())
 
 
 def _process(mode: Mode) -> str:
     return "mixed" if mode in MIXED_MODES else mode
+
+
+def trainer_places(device: Device, ranks: int) -> tuple[Transport, list[str]]:
+    """How the ranks of a trainer exchange bytes, and the device of each."""
+    if device == "cpu" or ranks == 1:
+        return "gloo", [device] * ranks
+    cards = torch.cuda.device_count()
+    if ranks <= cards:
+        return "nccl", [f"cuda:{rank}" for rank in range(ranks)]
+    return "shm", [f"cuda:{rank * cards // ranks}" for rank in range(ranks)]
 
 
 def _kill(remote: Remote) -> None:

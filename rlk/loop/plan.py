@@ -27,9 +27,9 @@ from rlk.loop.tokenizer import TextTokenizer
 from rlk.model.config import Qwen3Config
 from rlk.model.weights import load_checkpoint
 
-ROLLOUT_TP: dict[Device, tuple[int, ...]] = {"cpu": (1, 2), "cuda": (1,)}
+ROLLOUT_TP: dict[Device, tuple[int, ...]] = {"cpu": (1, 2), "cuda": (1, 2, 4, 8)}
 """Ranks of vLLM in the loop."""
-TRAIN_RANKS: dict[Device, int] = {"cpu": 8, "cuda": 1}
+TRAIN_RANKS = 8
 """Most ranks of the trainer in the loop."""
 PREPARED_LR = 1e-4
 """Every update changes bf16 weights of a prepared model, and the tiny one's rewards rise steadily; at 3e-4 only in larger batches."""
@@ -222,9 +222,9 @@ def _topology(profile: Profile, mode: Mode) -> Topology:
     topology = Topology(tp=profile.tp, cp=profile.cp, rollout_tp=profile.rollout_tp, rollout_cp=profile.rollout_cp, numerics=numerics)
     if topology.rollout_cp != 1:
         raise PlanError(f"rollout_cp={topology.rollout_cp} does not run in the loop: vLLM here has no context parallelism, leave it at 1")
-    place, most = f"tp={topology.tp}, cp={topology.cp}", TRAIN_RANKS[profile.device]
-    if topology.train_ranks > most:
-        raise PlanError(f"{place} does not run on {profile.device}: the trainer has at most {most} rank{'s' * (most > 1)} there")
+    place = f"tp={topology.tp}, cp={topology.cp}"
+    if topology.train_ranks > TRAIN_RANKS:
+        raise PlanError(f"{place} does not run here: the trainer has at most {TRAIN_RANKS} ranks")
     if topology.train_ranks > 1 and mode == "native":
         raise PlanError(f"mode=native with {place}: the stock trainer runs on one rank, leave --tp and --cp out")
     ranks, cpus = topology.rollout_tp, len(os.sched_getaffinity(0))
@@ -235,6 +235,8 @@ def _topology(profile: Profile, mode: Mode) -> Topology:
         raise PlanError(f"mode=native with rollout_tp={ranks}: the stock engine runs on one rank, leave --rollout-tp out")
     if ranks > cpus:
         raise PlanError(f"rollout_tp={ranks} needs as many CPUs, here are {cpus}: use {cpus}")
+    if profile.device == "cuda" and ranks > 1 and ranks > (cards := torch.cuda.device_count()):
+        raise PlanError(f"rollout_tp={ranks} needs as many cards, torch sees {cards}: use {cards}")
     return topology
 
 

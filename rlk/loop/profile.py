@@ -51,7 +51,7 @@ class Profile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["consistency", "native"] = Field("consistency", description="rlk operators in both engines, or the stock engines")
-    device: Device = Field("cpu", description="what both engines compute on: cpu, or cuda for one card that they share")
+    device: Device = Field("cpu", description="what both engines compute on: cpu, or cuda for cards that they share")
     model: Path | None = Field(None, description=f"checkpoint directory (default: {DEFAULT_MODEL}, where `rlk prepare --tiny` writes)")
     workspace: Path = Field(Path("artifacts/runs"), description="directory that holds the run directories")
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run directory (default: UTC time)")
