@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from acceptance.engines import Runs, snapshot_checkpoint
 from acceptance.topologies import Topologies, scratch_runs
 from rlk.acceptance.cell import Platform
+from rlk.acceptance.matrix import CROSS, CROSS_RANKS
 from rlk.loop.cluster import Cluster
 
 
@@ -25,6 +27,15 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def snapshot(request: pytest.FixtureRequest) -> Path:
     """The pinned published weights; cells that need them are missing without."""
     return snapshot_checkpoint(Path(request.config.rootpath))
+
+
+@pytest.fixture(scope="session")
+def several_cards(request: pytest.FixtureRequest) -> None:
+    """A card for each rank of a rollout engine; on a card cells that need them are missing without."""
+    platform: Platform = request.config.option.markexpr
+    ranks, cards = CROSS_RANKS[platform].rollout_tp, torch.cuda.device_count()
+    if platform != "cpu" and cards < ranks:
+        raise RuntimeError(f"{CROSS} needs {ranks} cards, here are {cards}: run its cells where CUDA_VISIBLE_DEVICES names {ranks}")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from acceptance.chain import Chain, on_card, on_cpu
 from acceptance.once import Once
 from rlk.acceptance.cell import Cell, Platform
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, CROSS_ROLLOUT_TP, CROSS_TRAIN, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD
+from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, CROSS_RANKS, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD
 from rlk.contract.arms import MIXED_MODES, Mode
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_SNAPSHOT, ModelShape
 from rlk.contract.sampling import SamplingParams
@@ -86,11 +87,12 @@ class Runs:
         )
 
     def run(self, plan: RunPlan, cluster: Cluster | None = None) -> RunSummary:
-        """Do a run. On a card its weights, which the engines have read back by then, go at its end: they would fill the disk."""
+        """Do a run. On a card its weights, which the engines have read back by then, go at its end, since they would fill the disk; what
+        the ranks of an engine hold is compared with them first."""
         try:
             return run_loop(plan, cluster or self.cluster, command="acceptance")
         finally:
-            if self.platform != "cpu":
+            if self.platform != "cpu" and plan.topology.rollout_tp == 1:
                 shutil.rmtree(plan.directory / "weights", ignore_errors=True)
 
     def integration(self, cell: Cell) -> RunSummary:
@@ -102,7 +104,7 @@ class Runs:
         # Greedy responses to one prompt are equal, so that row takes as many prompts as it takes samples.
         shape = {"prompts": PROMPTS * GROUP, "group_size": 1} if row.sampling.greedy else {}
         if subject == CROSS:
-            shape |= {"tp": CROSS_TRAIN[0], "cp": CROSS_TRAIN[1], "rollout_tp": CROSS_ROLLOUT_TP}
+            shape |= asdict(CROSS_RANKS[self.platform])
         return self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, **shape)
 
     def arm(self, train: Mode, rollout: Mode) -> RunSummary:

@@ -10,35 +10,53 @@ from acceptance.engines import Runs, compare_logprobs, compare_with_one_rank, ha
 from acceptance.topologies import shard_hashes
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.matrix import CROSS, CROSS_ROLLOUT_TP
+from rlk.acceptance.matrix import CROSS, CROSS_RANKS
 from rlk.loop.records import RunSummary
 
 
-@pytest.mark.cells(scope="integration", judgment="logprob")
+@pytest.mark.cells(scope="integration", subject="RR", judgment="logprob")
 def test_logprob(cell: Cell, evidence: Evidence, runs: Runs) -> None:
+    _judge_logprobs(cell, evidence, runs)
+
+
+@pytest.mark.cells(scope="integration", subject=CROSS, judgment="logprob")
+def test_logprob_of_several_ranks(cell: Cell, evidence: Evidence, several_cards: None, runs: Runs) -> None:
+    summary = _judge_logprobs(cell, evidence, runs)
+    compare_with_one_rank(evidence, summary, _on_one_rank(cell, runs))
+
+
+@pytest.mark.cells(scope="integration", subject="RR", judgment="publication")
+def test_publication(cell: Cell, evidence: Evidence, runs: Runs) -> None:
+    _judge_publications(cell, evidence, runs)
+
+
+@pytest.mark.cells(scope="integration", subject=CROSS, judgment="publication")
+def test_publication_to_several_ranks(cell: Cell, evidence: Evidence, several_cards: None, runs: Runs) -> None:
+    summary = _judge_publications(cell, evidence, runs)
+    for step, alone in zip(summary.steps, _on_one_rank(cell, runs).steps, strict=True):
+        evidence.compare(f"update {step.step}: publication of one rank", hash_bytes(step.train[1]), hash_bytes(alone.train[1]))
+    last = summary.directory / "weights" / f"v{summary.steps[-1].published_version}"
+    held = [rank["shard_hash"] for rank in summary.manifest.engines["rollout"]["ranks"]]
+    for rank, (actual, expected) in enumerate(zip(held, shard_hashes(last, CROSS_RANKS[cell.platform].rollout_tp), strict=True)):
+        evidence.compare(f"rank {rank}: shards", hash_bytes(actual), hash_bytes(expected))
+
+
+def _judge_logprobs(cell: Cell, evidence: Evidence, runs: Runs) -> RunSummary:
     summary = runs.integration(cell)
     hand_in_run(evidence, summary)
     hand_in_timings(evidence, summary)
     compare_logprobs(evidence, summary)
-    if cell.subject == CROSS:
-        compare_with_one_rank(evidence, summary, _on_one_rank(cell, runs))
+    return summary
 
 
-@pytest.mark.cells(scope="integration", judgment="publication")
-def test_publication(cell: Cell, evidence: Evidence, runs: Runs) -> None:
+def _judge_publications(cell: Cell, evidence: Evidence, runs: Runs) -> RunSummary:
     summary = runs.integration(cell)
     hand_in_run(evidence, summary)
     for step in summary.steps:
         evidence.compare(f"update {step.step}: publication", hash_bytes(step.rollout[1]), hash_bytes(step.train[1]))
         assert step.rollout[0] == step.train[0] == step.published_version
     assert len(set(summary.model_hashes)) == len(summary.steps) + 1, "a publication left the model hash as it was"
-    if cell.subject == CROSS:
-        for step, alone in zip(summary.steps, _on_one_rank(cell, runs).steps, strict=True):
-            evidence.compare(f"update {step.step}: publication of one rank", hash_bytes(step.train[1]), hash_bytes(alone.train[1]))
-        last = summary.directory / "weights" / f"v{summary.steps[-1].published_version}"
-        held = [rank["shard_hash"] for rank in summary.manifest.engines["rollout"]["ranks"]]
-        for rank, (actual, expected) in enumerate(zip(held, shard_hashes(last, CROSS_ROLLOUT_TP), strict=True)):
-            evidence.compare(f"rank {rank}: shards", hash_bytes(actual), hash_bytes(expected))
+    return summary
 
 
 def _on_one_rank(cell: Cell, runs: Runs) -> RunSummary:

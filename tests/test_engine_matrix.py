@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from rlk.acceptance.cell import Platform
-from rlk.acceptance.matrix import CHAIN_MODEL, SNAPSHOT_WORKLOAD, enumerate_cells, gradient_names
+from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, SNAPSHOT_WORKLOAD, enumerate_cells, gradient_names
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY
 from rlk.loop.labels import shape_config
 from rlk.model.layout import hf_shapes
@@ -32,10 +32,15 @@ def test_a_card_scores_the_full_depth_and_updates_a_part_of_it(platform: Platfor
     assert len(named["train_layouts/qwen3-8b-synthetic/gradients"]) == 399
 
 
-def test_what_one_card_cannot_show_is_unsupported_by_name() -> None:
-    cells = [cell for cell in enumerate_cells("cuda") if cell.scope in ENGINE_SCOPES and not cell.required]
-    reasons = Counter(cell.unsupported for cell in cells)
-    assert reasons == {"several ranks of an engine need several cards": 2}
+def test_a_card_requires_engines_of_several_ranks_too() -> None:
+    cells = [cell for cell in enumerate_cells("cuda") if cell.scope in ENGINE_SCOPES]
+    assert [cell.judgment for cell in cells if cell.subject == CROSS] == ["logprob", "publication"]
+    assert all(cell.required for cell in cells)
+
+
+def test_what_amd_cards_cannot_show_is_unsupported_by_name() -> None:
+    cells = [cell for cell in enumerate_cells("rocm") if cell.scope in ENGINE_SCOPES and not cell.required]
+    assert Counter(cell.unsupported for cell in cells) == {"the ranks of a rollout engine have no transport between AMD cards": 2}
 
 
 def test_the_cpu_matrix_has_no_more_than_it_had() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rlk.acceptance.cell import PLATFORMS, Cell, Platform
 from rlk.acceptance.ws1 import ws1_cells
@@ -58,10 +59,23 @@ ROUTE_OPERATORS = {
 }
 """What a route must report to have run where it is this project's."""
 
-CROSS, CROSS_ROW = "RR_train_tp2cp2_rollout_tp2", "nucleus"
-"""Subject of the integration cells whose engines have several ranks each, and their sampling row."""
-CROSS_TRAIN, CROSS_ROLLOUT_TP = (2, 2), 2
-"""Their trainer's TP and CP, and their rollout engine's TP."""
+CROSS = "RR_several_ranks"
+"""Subject of the integration cells whose engines have several ranks each."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The trainer's TP and CP and the rollout engine's TP of a run."""
+
+    tp: int
+    cp: int
+    rollout_tp: int
+
+
+CROSS_RANKS: dict[Platform, Ranks] = {"cpu": Ranks(2, 2, 2), "cuda": Ranks(1, 2, 2), "rocm": Ranks(1, 2, 2)}
+"""Theirs; on a card two are enough."""
+CROSS_ROW = "nucleus"
+"""Their sampling row."""
 
 CHECKPOINT_LAYER = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm",
@@ -126,10 +140,11 @@ def _integration(platform: Platform) -> Iterator[Cell]:
             yield Cell(platform, "integration", "RR", workload, judgment, strict=strict, names=names, facts=UPDATE_FACTS)
             if row.name == CROSS_ROW:
                 alike = tuple(f"update {step}: {judgment} of one rank" for step in range(1, row.updates + 1))
-                shards = tuple(f"rank {rank}: shards" for rank in range(CROSS_ROLLOUT_TP)) if judgment == "publication" else ()
+                ranks = range(CROSS_RANKS[platform].rollout_tp)
+                shards = tuple(f"rank {rank}: shards" for rank in ranks) if judgment == "publication" else ()
                 yield Cell(
                     platform, "integration", CROSS, workload, judgment, strict=strict, names=(*names, *alike, *shards), facts=UPDATE_FACTS,
-                    unsupported="" if platform == "cpu" else "several ranks of an engine need several cards",
+                    unsupported="the ranks of a rollout engine have no transport between AMD cards" if platform == "rocm" else "",
                 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ import torch
 from summarize_cells import summarize
 
 from rlk.acceptance.cell import Cell
-from rlk.acceptance.matrix import CHAIN_MODEL, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
+from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
 from rlk.acceptance.validate import merge
 from rlk.acceptance.ws2 import TOPOLOGIES, subject
 from rlk.contract.arms import ARMS, MIXED_MODES
@@ -46,7 +46,7 @@ GRACE_S = 25
 
 @dataclass(frozen=True)
 class Step:
-    """One process on one card: a session of pytest, or what prepares one. arguments: of the interpreter. summary: where a session's cells
+    """One process on its cards: a session of pytest, or what prepares one. arguments: of the interpreter. summary: where a session's cells
     go, "" of no session; shown: its arguments there, since a list of cells would be too long."""
 
     name: str
@@ -88,10 +88,12 @@ Plan: TypeAlias = Step | list["Plan"] | tuple["Plan", ...]
 
 def plan(cards: Sequence[str], shards: int) -> Plan:
     """All sessions, on the first two of these cards. Of a card's 140 GiB eight ranks of ws2 take 26, a strict engine and its trainer 20,
-    native ones beside them 20 more, a shard of the operators up to 6, and the chain of the whole model 110 at its end."""
+    native ones beside them 20 more, engines of several ranks 15, a shard of the operators up to 6, and the chain of the whole model 110 at
+    its end."""
     first, last = cards[0], cards[:2][-1]
     topologies = tuple(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1", "ws2_2"))
-    rows = [_part(name, "engines", first) for name in ("integration", "ablation")]
+    ranks = _part("ranks", "engines", ",".join(cards[:2]))
+    rows = [_part("integration", "engines", first), _part("ablation", "engines", first), ranks]
     others = tuple(_part(name, "engines", last) for name in ("chain", "mixed_0", "mixed_1", "mixed_2"))
     operators = tuple(_shard(i, shards, last) for i in range(1, shards + 1))
     weights, depth = _weights("depth_weights", CHAIN_MODEL["cuda"].name, last), _part("depth", "engines", last)
@@ -155,6 +157,8 @@ def part_of(cell: Cell) -> str:
         if name not in names:  # a planted fault
             return "ws2_2" if name.startswith("rollout_") else "ws2_1"
         return f"ws2_{names.index(name) % 3}"
+    if cell.subject == CROSS:
+        return "ranks"
     mixed = [arm.name for arm in ARMS if arm.mode("train") in MIXED_MODES]
     if cell.scope == "ablation" and cell.subject in mixed:
         return f"mixed_{mixed.index(cell.subject) % 3}"
