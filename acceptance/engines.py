@@ -98,6 +98,8 @@ class Runs:
     def integration(self, cell: Cell) -> RunSummary:
         """The run of an integration cell: a sampling row of the contract, each engine on one rank or, for ``CROSS``, on several."""
         row = next(r for r in SAMPLING_ROWS if r.name == cell.workload.rpartition("-")[2])
+        if cell.subject == CROSS and self.platform != "cpu":
+            self.once("ranks", lambda: self._start_ranks(row))
         return self.once(f"{cell.subject}-{row.name}", lambda: self.run(self._row_plan(cell.subject, row)))
 
     def _row_plan(self, subject: str, row: SamplingRow) -> RunPlan:
@@ -127,6 +129,15 @@ class Runs:
         for mode in UNIFORM_MODES:
             self.cluster.rollout(mode).start("open", plan.checkpoint.path, plan.context)
             self.cluster.train(mode).start("open", plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
+
+    def _start_ranks(self, row: SamplingRow) -> None:
+        """Start the engines of one rank and of several at once; a run that opens one waits for it."""
+        for subject in ("RR", CROSS):
+            plan = self._row_plan(subject, row)
+            ranks = plan.topology
+            self.cluster.rollout("strict", ranks.rollout_tp).start("open", plan.checkpoint.path, plan.context)
+            opened = (plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
+            self.cluster.train("strict", ranks.tp, ranks.cp).start("open", *opened)
 
     def chain(self, cell: Cell) -> Chain:
         """Traced passes of both engines over the same tokens, under the weights that the cell's workload names."""
