@@ -8,11 +8,13 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
-from rlk.acceptance.matrix import enumerate_cells
+from acceptance.conftest import several_cards
+from rlk.acceptance.matrix import CROSS, SNAPSHOT_WORKLOAD, enumerate_cells
 
 HERE = Path(__file__).parent / "gpu"
 REQUIRED = [cell for cell in enumerate_cells("cuda") if cell.required]
@@ -85,3 +87,24 @@ def test_at_the_deadline_a_session_may_write_its_report_even_as_a_shells_backgro
     said = (tmp_path / "said").read_text()
     assert re.search(r"^slow: exit code 0, \d s$", said, re.M)
     assert "late: not begun, no time is left" in said
+
+
+def test_a_cell_that_wants_what_is_not_here_is_not_lost(run_cells: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    request = SimpleNamespace(config=SimpleNamespace(option=SimpleNamespace(markexpr="cuda")))
+    with pytest.raises(RuntimeError) as refused:
+        several_cards._get_wrapped_function()(request)
+    ran_out = "no result: the cell did not run to its end"
+    found = {cell: {run_cells.waits_for(cell.cell_id, reason) for reason in (str(refused.value), ran_out)} for cell in REQUIRED}
+    assert {frozenset(what) for cell, what in found.items() if cell.subject == CROSS} == {frozenset({"2 cards", ""})}
+    assert all(what == {"published weights"} for cell, what in found.items() if cell.workload == SNAPSHOT_WORKLOAD)
+    assert run_cells.waits_for("cuda/ws1/rms_norm/m4/forward", ran_out) == ""
+
+
+def test_a_run_that_could_not_be_joined_does_not_begin(tmp_path: Path) -> None:
+    (tmp_path / "cuda").mkdir()
+    environment = {"PYTHONPATH": str(HERE.parents[1]), "PATH": "/usr/bin:/bin", "OUT": str(tmp_path)}
+    command = [sys.executable, str(HERE / "run_cells.py"), "none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=HERE.parents[1], env=environment)
+    assert (done.returncode, [each.name for each in tmp_path.iterdir()]) == (2, ["cuda"])
+    assert "exists: set OUT to another folder" in done.stderr

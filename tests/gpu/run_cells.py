@@ -2,13 +2,13 @@
 
     OUT=. PYTHONPATH=. python tests/gpu/run_cells.py [--seconds S] [--shards N] [--join DIR ...] [NAME ...]
 
-NAME: a session (``ws2_0``) or all of a kind (``ws1 ws2 chain depth integration ablation mixed``); without, all run. A session that has not
-ended after S seconds is interrupted, and its cells are missing. --join: run directories of other sessions of the same sources, which are
-judged together with those that run now; without a NAME nothing runs.
+NAME: a session (``ws2_0``) or all of a kind (``ws1 ws2 chain depth integration ablation mixed ranks``); without, all run. A session that
+has not ended after S seconds is interrupted, and its cells are missing. --join: run directories of other sessions of the same sources,
+which are judged together with those that run now; without a NAME nothing runs.
 
 Leaves in $OUT each session's log and run directory (``sessions``), the joined one (``cuda``), ``ws1_h200.json``, ``ws2_h200.json`` and
-``engines_h200.json``, and exits 1 unless every cell is green or waits for published weights. Needs a clean checkout, or a copy with its
-``rlk-manifest.json``, and a temporary folder that holds 40 GB and writes them fast.
+``engines_h200.json``, and exits 1 unless every cell is green or waits for what is not here: published weights, or a second card. Needs a
+clean checkout, or a copy with its ``rlk-manifest.json``, and a temporary folder that holds 40 GB and writes them fast.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ import torch
 from summarize_cells import summarize
 
 from rlk.acceptance.cell import Cell
-from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
+from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, CROSS_RANKS, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
 from rlk.acceptance.validate import merge
 from rlk.acceptance.ws2 import TOPOLOGIES, subject
 from rlk.contract.arms import ARMS, MIXED_MODES
@@ -165,6 +166,13 @@ def part_of(cell: Cell) -> str:
     return "integration" if cell.scope == "control" else cell.scope
 
 
+def waits_for(cell_id: str, reason: str) -> str:
+    """What a missing cell wants and this machine lacks; "" for one that was lost. reason: its record's."""
+    if SNAPSHOT_WORKLOAD in cell_id:
+        return "published weights"
+    return f"{CROSS_RANKS['cuda'].rollout_tp} cards" if f"{CROSS} needs" in reason else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -174,6 +182,8 @@ def main() -> None:
     asked = parser.parse_args()
     hear_interrupts()
     out, deadline = Path(os.environ.get("OUT", ".")).resolve(), time.monotonic() + asked.seconds
+    if (out / "cuda").exists():
+        parser.error(f"{out / 'cuda'} exists: set OUT to another folder")
     cards = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     everything = plan(cards.split(","), asked.shards)
     if asked.names or not asked.join:
@@ -181,15 +191,16 @@ def main() -> None:
         carry_out(everything, asked.names, out, deadline)
     merge([*asked.join, *sorted(path.parent for path in out.glob("sessions/**/report.json"))], out / "cuda")
     report = Report.model_validate_json((out / "cuda" / "report.json").read_bytes())
-    unwell = len(report.session.trouble)
+    unwell, reasons = len(report.session.trouble), {record.cell_id: "".join(record.reasons[-1:]) for record in report.records}
     for name, scopes in SUMMARIES.items():
         shown = " | ".join(step.shown for step in steps(everything) if step.summary == name)
         summary = summarize(out / "cuda", cache_root().with_name("vendor"), f"{' '.join(COMMAND)} {shown}", scopes)
         (out / f"{name}_h200.json").write_text(json.dumps(summary, indent=1) + "\n")
-        waiting = [cell_id for cell_id in summary["missing"] if SNAPSHOT_WORKLOAD in cell_id]
-        lost = [cell_id for cell_id in summary["missing"] if cell_id not in waiting]
-        print(f"{name}: {len(summary['green'])} of {summary['required']} green; {len(waiting)} wait for published weights")
-        for cell_id, why in {**summary["red"], **dict.fromkeys(lost, "missing")}.items():
+        waiting = Counter(filter(None, (waits_for(cell_id, reasons[cell_id]) for cell_id in summary["missing"])))
+        lost = {cell_id: f"missing, {reasons[cell_id]}" for cell_id in summary["missing"] if not waits_for(cell_id, reasons[cell_id])}
+        waits = "".join(f"; {count} wait for {what}" for what, count in waiting.items())
+        print(f"{name}: {len(summary['green'])} of {summary['required']} green{waits}")
+        for cell_id, why in {**summary["red"], **lost}.items():
             print(f"{cell_id}: {why}"[:300])
         unwell += len(summary["red"]) + len(lost)
     print(f"verdict {report.verdict.status.value}; trouble: {list(report.session.trouble)}")
