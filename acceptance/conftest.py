@@ -20,7 +20,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Runs of the loop on engines that start once and serve every cell."""
     platform: Platform = request.config.option.markexpr
     with Cluster(device="cpu" if platform == "cpu" else "cuda") as cluster:
-        yield Runs(cluster, platform, Path(request.config.rootpath), tmp_path_factory.mktemp("traces"))
+        made = Runs(cluster, platform, Path(request.config.rootpath), tmp_path_factory.mktemp("traces"))
+        yield made
+        made.drop_weights()
 
 
 @pytest.fixture(scope="session")

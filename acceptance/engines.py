@@ -62,6 +62,7 @@ class Runs:
     def __init__(self, cluster: Cluster, platform: Platform, root: Path, scratch: Path) -> None:
         self.cluster, self.platform, self.root, self.scratch = cluster, platform, root, scratch
         self._session = new_run_id()
+        self._kept: list[Path] = []
         self.once = Once()
 
     @cached_property
@@ -87,13 +88,20 @@ class Runs:
         )
 
     def run(self, plan: RunPlan, cluster: Cluster | None = None) -> RunSummary:
-        """Do a run. On a card its weights, which the engines have read back by then, go at its end, since they would fill the disk; what
-        the ranks of an engine hold is compared with them first."""
+        """Do a run. On a card its weights, which the engines have read back by then, go at its end, since they would fill the disk; those
+        that the ranks of an engine hold, with which a cell compares them, go with the last cell."""
         try:
             return run_loop(plan, cluster or self.cluster, command="acceptance")
         finally:
             if self.platform != "cpu" and plan.topology.rollout_tp == 1:
                 shutil.rmtree(plan.directory / "weights", ignore_errors=True)
+            elif self.platform != "cpu":
+                self._kept.append(plan.directory / "weights")
+
+    def drop_weights(self) -> None:
+        """After the last cell: remove the weights that runs on a card have left."""
+        for weights in self._kept:
+            shutil.rmtree(weights, ignore_errors=True)
 
     def integration(self, cell: Cell) -> RunSummary:
         """The run of an integration cell: a sampling row of the contract, each engine on one rank or, for ``CROSS``, on several."""

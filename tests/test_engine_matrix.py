@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from acceptance import engines
 from rlk.acceptance.cell import Platform
 from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, SNAPSHOT_WORKLOAD, enumerate_cells, gradient_names
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY
+from rlk.loop.cluster import Cluster
 from rlk.loop.labels import shape_config
+from rlk.loop.plan import RunPlan
 from rlk.model.layout import hf_shapes
 
 ENGINE_SCOPES = ("chain", "integration", "ablation", "control")
@@ -47,3 +53,17 @@ def test_the_cpu_matrix_has_no_more_than_it_had() -> None:
     cells = [cell for cell in enumerate_cells("cpu") if cell.scope in ENGINE_SCOPES]
     assert Counter(cell.scope for cell in cells if cell.required) == {"chain": 38, "integration": 10, "ablation": 12, "control": 4}
     assert {cell.workload.partition("-")[0] for cell in cells} == {"tiny"}
+
+
+def test_on_a_card_no_run_leaves_its_weights_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave_weights(plan: Any, *_: Any, **__: Any) -> None:
+        (plan.directory / "weights").mkdir(parents=True)
+
+    monkeypatch.setattr(engines, "run_loop", leave_weights)
+    runs = engines.Runs(cast(Cluster, None), "cuda", tmp_path, tmp_path)
+    plans = [SimpleNamespace(directory=tmp_path / str(tp), topology=SimpleNamespace(rollout_tp=tp)) for tp in (1, 2)]
+    for plan in plans:
+        runs.run(cast(RunPlan, plan), cast(Cluster, object()))
+    assert [(plan.directory / "weights").exists() for plan in plans] == [False, True]
+    runs.drop_weights()
+    assert [(plan.directory / "weights").exists() for plan in plans] == [False, False]
