@@ -4,7 +4,8 @@
 
 NAME: a session (``ws2_0``) or all of a kind (``ws1 ws2 chain depth integration ablation mixed ranks``); without, all run. A session that
 has not ended after S seconds is interrupted, and its cells are missing. --join: run directories of other sessions of the same sources,
-which are judged together with those that run now; without a NAME nothing runs.
+which are judged together with those that run now; without a NAME nothing runs. One that was interrupted stays a fault of the whole: leave
+its directory out and run that session again.
 
 Leaves in $OUT each session's log and run directory (``sessions``), the joined one (``cuda``), ``ws1_h200.json``, ``ws2_h200.json`` and
 ``engines_h200.json``, and exits 1 unless every cell is green or waits for what is not here: published weights, or a second card. Needs a
