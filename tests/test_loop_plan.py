@@ -129,6 +129,16 @@ def test_every_rank_of_vllm_needs_a_card(plan: Callable[..., RunPlan], monkeypat
     assert plan(device="cuda", rollout_tp=2, tp=2, cp=2).topology.rollout_tp == 2
     with pytest.raises(PlanError, match="rollout_tp=4 needs as many cards, torch sees 2: use 2"):
         plan(device="cuda", rollout_tp=4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    with pytest.raises(PlanError, match="rollout_tp=8 needs as many cards, torch sees 7: use 4"):
+        plan(device="cuda", rollout_tp=8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)))
+    with pytest.raises(PlanError, match="rollout_tp=4 needs as many CPUs, here are 3: use 2"):
+        plan(device="cuda", rollout_tp=4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlanError, match="torch sees no CUDA card here"):
+        plan(device="cuda", rollout_tp=2)
 
 
 @pytest.mark.parametrize(

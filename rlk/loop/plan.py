@@ -233,10 +233,11 @@ def _topology(profile: Profile, mode: Mode) -> Topology:
         raise PlanError(f"rollout_tp={ranks} does not run on {profile.device}: use one of {allowed}")
     if ranks > 1 and mode == "native":
         raise PlanError(f"mode=native with rollout_tp={ranks}: the stock engine runs on one rank, leave --rollout-tp out")
+    usable = lambda count: max(n for n in ROLLOUT_TP[profile.device] if n <= count)
     if ranks > cpus:
-        raise PlanError(f"rollout_tp={ranks} needs as many CPUs, here are {cpus}: use {cpus}")
-    if profile.device == "cuda" and ranks > 1 and ranks > (cards := torch.cuda.device_count()):
-        raise PlanError(f"rollout_tp={ranks} needs as many cards, torch sees {cards}: use {cards}")
+        raise PlanError(f"rollout_tp={ranks} needs as many CPUs, here are {cpus}: use {usable(cpus)}")
+    if profile.device == "cuda" and ranks > 1 and 0 < (cards := torch.cuda.device_count()) < ranks:
+        raise PlanError(f"rollout_tp={ranks} needs as many cards, torch sees {cards}: use {usable(cards)}")
     return topology
 
 
