@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -252,6 +254,23 @@ def test_stopped_engines_are_gone_and_start_anew(cluster: Cluster) -> None:
     cluster.stop()
     assert not any(psutil.pid_exists(pid) for pid in before)
     assert cluster.train("strict").call("pid") not in before
+
+
+def test_what_an_engine_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+    while not (ranks := psutil.Process(engine.pid).children()):
+        time.sleep(0.01)
+    pids = SimpleNamespace(each=lambda: [engine.pid])
+    own = Cluster()
+    own._engines["rollout", "strict", 2, 1] = SimpleNamespace(start=lambda method: pids)  # type: ignore[assignment]
+    monkeypatch.setattr("rlk.loop.cluster._kill", lambda remote: engine.kill())
+    try:
+        own.stop()
+        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    finally:
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
 
 
 def edit_json(name: str, change: Callable[[dict[str, Any]], None], line: int | None = None) -> Callable[[Path], None]:

@@ -25,6 +25,9 @@ OBJECT_STORE_BYTES = 128 << 20
 GPU_SHARE = 0.125
 """Of the card, as Ray counts it: two engines each that are strict, native and mixed fit."""
 
+STOP_S = 60.0
+"""Longest wait for the end of an engine's processes."""
+
 
 Place = tuple[Side, str, int, int]
 """Side, mode or "mixed", TP and CP of an engine."""
@@ -191,16 +194,25 @@ class Cluster:
         return remote
 
     def stop(self) -> None:
-        """End every engine's processes and wait until they are gone; engines that are asked for afterwards start anew."""
-        processes = []
+        """End every engine's processes, with those that it has started, and wait until they are gone; engines that are asked for afterwards
+        start anew."""
+        engines: list[psutil.Process] = []
         for remote in self._engines.values():
             with suppress(EngineFault, EngineLost, psutil.NoSuchProcess):
-                processes += [psutil.Process(pid) for pid in remote.start("pid").each()]
+                engines += [psutil.Process(pid) for pid in remote.start("pid").each()]
+        below = [process for engine in engines for process in _below(engine)]
+        for remote in self._engines.values():
             _kill(remote)
         self._engines.clear()
-        _, alive = psutil.wait_procs(processes, timeout=60)
-        if alive:
-            raise ClusterError(f"processes {[process.pid for process in alive]} outlive their engines: end them")
+        _, alive = psutil.wait_procs(engines, timeout=STOP_S)
+        for process in below:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        deadline = time.monotonic() + STOP_S
+        while (left := [process for process in below if _lives(process)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if alive or left:
+            raise ClusterError(f"processes {[process.pid for process in (*alive, *left)]} outlive their engines: end them")
 
     def _start(self, side: Side, mode: Mode, kind: type, places: Sequence[tuple[Any, ...]], ranks: int) -> Remote:
         """One process per entry of ``places``, the arguments of its actor. ranks: of the engine, which may start further processes."""
@@ -218,6 +230,22 @@ class Cluster:
             options["runtime_env"] = {"env_vars": variables}
         actors = tuple(ray.remote(kind).options(**options).remote(*place) for place in places)
         return Remote(side, mode, actors, self.timeout_s, _log_directory())
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    """What a process has started, and what that has: ranks of vLLM."""
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it runs: one that has ended holds nothing, even if nobody asks for its exit status."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _process(mode: Mode) -> str:
