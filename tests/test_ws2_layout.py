@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,12 @@ from rlk.contract.numerics import DEFAULT, ContractError
 from rlk.contract.records import Request, Response
 from rlk.contract.sampling import SamplingParams
 from rlk.contract.topology import padded_length, token_leaves
+from rlk.parallel.collectives import ALONE
+from rlk.train import process
 from rlk.train.batch import MicroBatch, Sample, micro_batch
 from rlk.train.megatron import megatron_settings
-from rlk.train.readback import gradient_scales
+from rlk.train.readback import gradient_scales, parallel
+from rlk.train.scoring import Scoring
 
 lengths = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=4)
 
@@ -88,6 +93,24 @@ def test_a_rank_without_a_token_has_rows_but_no_leaf_target_or_segment() -> None
     assert batch.leaf_offsets.tolist() == [0, 0]
     assert (batch.scored.tolist(), batch.scored_index.numel(), batch.scored_offsets.tolist()) == ([0], 0, [0, 0])
     assert batch.joined.tolist() == [0]
+
+
+def test_only_rows_that_are_scored_can_be_named() -> None:
+    scoring = Scoring(24, 24, DEFAULT, SimpleNamespace(tp=ALONE, shards=range(8)))  # type: ignore[arg-type]
+    for rank, scored, named in ((0, 0, -1), (1, 5, 11)):
+        batch = micro_batch([sample(0, 20, 5)], DEFAULT, 2, rank)
+        batch = replace(batch, targets=batch.targets % 24)
+        assert (len(batch.rows), len(batch.scored)) == (scored, max(scored, 1))
+        _, bad = scoring.rows(batch, torch.full((len(batch.scored), 24), torch.inf))
+        assert bad.tolist() == [named]
+
+
+def test_the_transport_that_is_read_back_is_the_one_in_use() -> None:
+    process.stop()  # a test of another file may have joined a job of one in this process
+    try:
+        assert parallel(process.start(transport="shm"))["transport"] == "shm"
+    finally:
+        process.stop()
 
 
 @pytest.mark.parametrize("hook", ["finalize_model_grads_func", "grad_sync_func", "no_sync_func", "param_sync_func"])

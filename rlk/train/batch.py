@@ -75,8 +75,7 @@ class MicroBatch:
     rows whose logits predict them; targets: int64, those tokens; temperature: fp32; supports: their retained ids, None where every id is
     retained. joined: int64[A], the row of every response token when the ranks' rows are joined in rank order.
     scored: int64, the rows that need logits: ``rows``, or one row if the rank scores none. scored_index, scored_offsets: token order of a
-    weight gradient over them alone. Groups without such a row are left out, which changes no byte: they would add +0 (contract,
-    contraction rule 1).
+    weight gradient over them alone. Groups without such a row are left out, which changes no byte: they would add +0 (contract, 2).
     """
 
     samples: tuple[Sample, ...]

@@ -49,13 +49,14 @@ def gradient_scales(config: TransformerConfig) -> dict[str, float]:
 
 
 def parallel(place: Parallel) -> dict[str, Any]:
-    """This rank's place: its shards and token leaves, and the ranks it shares each axis with."""
+    """This rank's place: its shards and token leaves, the ranks it shares each axis with, and what carries their bytes."""
     return {
         "label": place.link.presence.labels[place.link.rank],
         "shards": list(place.shards),
         "token_leaves": list(place.leaves),
         "tp_ranks": list(place.tp.members),
         "cp_ranks": list(place.cp.members),
+        "transport": place.link.transport,
         "order": "rank parts are subtree roots, joined by the tree of adjacent pairs in fp32",
     }
 
@@ -68,7 +69,6 @@ def process(device: torch.device) -> dict[str, Any]:
         "versions": {"megatron-core": megatron.core.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
-        "transport": dist.get_backend(),
         "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel": parallel_state.get_context_parallel_world_size(),
         "threads": torch.get_num_threads(),

@@ -41,8 +41,10 @@ class Scoring:
         logits: fp32 [rows, columns of this rank], of ``batch.scored`` or of all T tokens.
         """
         count, at = len(logits), self._at(batch, len(logits))
-        bad = first_bad_row(logits.detach())
-        if count != batch.tokens:
+        if count == batch.tokens:
+            bad = first_bad_row(logits.detach())
+        else:
+            bad = first_bad_row(logits.detach()[: len(batch.rows)])  # a rank that scores none has a row of no meaning
             bad = torch.where(bad < 0, bad, batch.scored[bad])
         active = batch.ids.new_zeros(count, dtype=torch.bool)
         active[at] = True
