@@ -6,30 +6,20 @@ python tests/emulated_sampling.py FOLDER [TEXT OTHER]     (the emulation is buil
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from emulated import build
 from interpreted_sampling import both, follow_the_rule, rows
 
 from rlk.kernels.sampling import sm90
 
-HERE = Path(__file__).parent
 
-
-def build(folder: Path, text: str = "", other: str = "") -> ctypes.CDLL:
-    source, library = folder / "sampling.cu.h", folder / "sampling.so"
-    original = sm90.SOURCE.files[0].read_text()
-    assert text in original
-    source.write_text(original.replace(text, other) if text else original)
+def emulated(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
     for name, header in sm90.headers().items():
         (folder / name).write_text(header)
-    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{HERE}", f'-DSOURCE="{source}"']
-    given = [f"-D{name}={value}" for name, value in sm90.definitions(sm90.FEWEST).items()]
-    subprocess.run([os.environ.get("CXX", "g++"), *flags, *given, str(HERE / "emulated_sampling.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    return build(folder, sm90.SOURCE, "emulated_sampling.cpp", sm90.definitions(sm90.FEWEST), *changes)
 
 
 def main(library: ctypes.CDLL) -> None:
@@ -53,5 +43,5 @@ def main(library: ctypes.CDLL) -> None:
 
 
 if __name__ == "__main__":
-    main(build(Path(sys.argv[1]), *sys.argv[2:]))
+    main(emulated(Path(sys.argv[1]), *zip(sys.argv[2::2], sys.argv[3::2])))
     print("the Hopper sampler follows the rule")

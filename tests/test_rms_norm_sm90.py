@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from rlk.kernels.qk_norm import qk_norm
 from rlk.kernels.registry import declared_kernels
 from rlk.kernels.rms_norm import rms_norm, rms_norm_gamma_grad, sm90
 
-HERE = Path(__file__).parent
+build: Callable[..., ctypes.CDLL] = runpy.run_path(str(Path(__file__).with_name("emulated.py")))["build"]
 EPS, LENGTHS = 1e-6, (100, 65, 11, 24)
 TOKENS = sum(LENGTHS)
 LEAVES = token_leaves(LENGTHS, canonical_cp=2)
@@ -27,16 +27,7 @@ INDEX, OFFSETS = torch.tensor(LEAVES.index), torch.tensor(LEAVES.offsets)
 
 def emulated(folder: Path, width: int, *changes: tuple[str, str]) -> ctypes.CDLL:
     """The kernels for ``width`` on a processor, with (text, other) changed in their source."""
-    source, library = folder / f"{width}.cu.h", folder / f"{width}.so"
-    code = sm90.SOURCE.files[0].read_text()
-    for text, other in changes:
-        assert text in code
-        code = code.replace(text, other)
-    source.write_text(code)
-    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{HERE}", f'-DSOURCE="{source}"']
-    given = [f"-D{name}={value}" for name, value in sm90.definitions(width).items()]
-    subprocess.run([os.environ.get("CXX", "g++"), *flags, *given, str(HERE / "emulated_norms.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    return build(folder, sm90.SOURCE, "emulated_norms.cpp", sm90.definitions(width), *changes)
 
 
 def operands(width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from rlk.kernels._native.cuda import CudaSource
 from rlk.kernels.registry import declared_kernels
 from rlk.kernels.serving import add_rms_norm, sm90
 
-HERE = Path(__file__).parent
+build: Callable[..., ctypes.CDLL] = runpy.run_path(str(Path(__file__).with_name("emulated.py")))["build"]
 ROWS, EPS = 200, 1e-6
 SHOWN = ("step.total[row + pair] = value[i];", "step.total[row + pair] = __float_as_int(scale);")
 """In place of the sum of its row every pair shows the row's scale: bf16 results hide most orders of addition."""
@@ -24,16 +24,7 @@ SHOWN = ("step.total[row + pair] = value[i];", "step.total[row + pair] = __float
 
 def emulated(folder: Path, width: int, *changes: tuple[str, str]) -> ctypes.CDLL:
     """The kernel for ``width`` on a processor, with (text, other) changed in its source."""
-    source, library = folder / f"{width}.cu.h", folder / f"{width}.so"
-    code = sm90.SOURCE.files[0].read_text()
-    for text, other in changes:
-        assert text in code
-        code = code.replace(text, other)
-    source.write_text(code)
-    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{HERE}", f'-DSOURCE="{source}"']
-    given = [f"-D{name}={value}" for name, value in sm90.definitions(width).items()]
-    subprocess.run([os.environ.get("CXX", "g++"), *flags, *given, str(HERE / "emulated_add_norm.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    return build(folder, sm90.SOURCE, "emulated_add_norm.cpp", sm90.definitions(width), *changes)
 
 
 def operands(width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
