@@ -135,17 +135,18 @@ class Runs:
         """Start the strict and the native engines at once, where the host has the cores for it; a run that opens one waits for it."""
         plan = self.plan("engines", SamplingParams(), steps=1)
         for mode in UNIFORM_MODES:
-            self.cluster.rollout(mode).start("open", plan.checkpoint.path, plan.context)
-            self.cluster.train(mode).start("open", plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
+            self._open(plan, mode)
 
     def _start_ranks(self, row: SamplingRow) -> None:
         """Start the engines of one rank and of several at once; a run that opens one waits for it."""
         for subject in ("RR", CROSS):
-            plan = self._row_plan(subject, row)
-            ranks = plan.topology
-            self.cluster.rollout("strict", ranks.rollout_tp).start("open", plan.checkpoint.path, plan.context)
-            opened = (plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
-            self.cluster.train("strict", ranks.tp, ranks.cp).start("open", *opened)
+            self._open(self._row_plan(subject, row), "strict")
+
+    def _open(self, plan: RunPlan, mode: Mode) -> None:
+        ranks = plan.topology
+        self.cluster.rollout(mode, ranks.rollout_tp).start("open", plan.checkpoint.path, plan.context)
+        opened = (plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
+        self.cluster.train(mode, ranks.tp, ranks.cp).start("open", *opened)
 
     def chain(self, cell: Cell) -> Chain:
         """Traced passes of both engines over the same tokens, under the weights that the cell's workload names."""
