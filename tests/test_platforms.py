@@ -7,15 +7,26 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from ray._private.accelerators import AMDGPUAcceleratorManager, NvidiaGPUAcceleratorManager
 
-from rlk.acceptance.platforms import own_card_first
+from rlk.acceptance.platforms import VISIBLE, own_card_first
+from rlk.loop.cluster import Cluster
 
 pytest_plugins = ["pytester"]
 
 TEMPLATE = Path(__file__).parent / "data" / "gate"
+
+
+def leave_unset(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Unset now and, whatever sets them meanwhile, after the test."""
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
@@ -26,13 +37,37 @@ def test_every_worker_has_another_first_card_and_sees_all(
     named: str | None, worker: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    if named is None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    else:
+    leave_unset(monkeypatch, "CUDA_VISIBLE_DEVICES")
+    if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    own_card_first(worker)
+    own_card_first("cuda", worker)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize("named", ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
+def test_on_rocm_both_names_say_the_same(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_unset(monkeypatch, *VISIBLE["rocm"])
+    monkeypatch.setenv(named, "3,1")
+    own_card_first("rocm", 1)
+    assert {os.environ[name] for name in VISIBLE["rocm"]} == {"1,3"}
+
+
+MANAGERS = {"CUDA_VISIBLE_DEVICES": NvidiaGPUAcceleratorManager, "HIP_VISIBLE_DEVICES": AMDGPUAcceleratorManager}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", MANAGERS)
+def test_ray_leaves_the_ranks_of_an_engine_every_card(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    process = SimpleNamespace(options=lambda **options: asked.update(options) or SimpleNamespace(remote=lambda *place: None))
+    monkeypatch.setattr("ray.remote", lambda kind: process)
+    monkeypatch.setattr("rlk.loop.cluster._log_directory", Path)
+    Cluster(device="cuda").rollout("strict", ranks)
+    for variable, value in asked.get("runtime_env", {"env_vars": {}})["env_vars"].items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv(name, "0,1")
+    MANAGERS[name].set_current_process_visible_accelerator_ids(["0"])  # as Ray does before a process runs
+    assert os.environ[name] == ("0" if ranks == 1 else "0,1")
 
 
 FAKE = """
@@ -49,16 +84,24 @@ def pytest_collection_finish(session):
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         pathlib.Path("seen-" + worker).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 """
+CLEAR = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_AUTO_NUM_WORKERS", *VISIBLE["rocm"])
 
 
-def test_on_cards_auto_is_a_worker_for_each_card(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER", "CUDA_VISIBLE_DEVICES"):
+@pytest.mark.parametrize("said", [0, 2])
+@pytest.mark.parametrize("platform", VISIBLE)
+def test_on_cards_auto_is_a_worker_for_each_card_unless_said_otherwise(
+    platform: str, said: int, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CLEAR:
         monkeypatch.delenv(name, raising=False)
+    if said:
+        monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", str(said))
     shutil.copytree(TEMPLATE, pytester.path, dirs_exist_ok=True)
     (pytester.path / "acceptance").mkdir()
     (pytester.path / "cells.py").rename(pytester.path / "acceptance" / "test_cells.py")
-    (pytester.path / "fake_cards.py").write_text(FAKE)
-    command = [sys.executable, "-m", "pytest", "-p", "fake_cards", "-m", "cuda", "acceptance", "-n", "auto"]
+    (pytester.path / "fake_cards.py").write_text(FAKE + ("torch.version.hip = '7'\n" if platform == "rocm" else ""))
+    command = [sys.executable, "-m", "pytest", "-p", "fake_cards", "-m", platform, "acceptance", "-n", "auto"]
     done = subprocess.run(command, cwd=pytester.path, capture_output=True, text=True, timeout=120, check=False)
     seen = {path.name: path.read_text() for path in pytester.path.glob("seen-*")}
-    assert seen == {"seen-gw0": "0,1,2", "seen-gw1": "1,2,0", "seen-gw2": "2,0,1"}, done.stdout + done.stderr
+    expected = {"seen-gw0": "0,1,2", "seen-gw1": "1,2,0", "seen-gw2": "2,0,1"}
+    assert seen == dict(list(expected.items())[: said or 3]), done.stdout + done.stderr

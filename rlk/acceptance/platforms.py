@@ -7,19 +7,24 @@ from typing import Literal
 
 Platform = Literal["cpu", "cuda", "rocm"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "rocm")
+VISIBLE: dict[Platform, tuple[str, ...]] = {
+    "cuda": ("CUDA_VISIBLE_DEVICES",),
+    "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+}
+"""The variables that name the cards of a process; the first that is set counts, and engines refuse two that differ."""
 
 
-def own_card_first(worker: int) -> None:
+def own_card_first(platform: Platform, worker: int) -> None:
     """Give each of several test processes another first card, which cells of one card run on; those of several see all.
 
     Before this process has used a card: the order is read once.
     """
     import torch
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = next((os.environ[name] for name in VISIBLE[platform] if name in os.environ), None)
     cards = list(map(str, range(torch.cuda.device_count()))) if named is None else named.split(",")
     first = worker % max(1, len(cards))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[first:] + cards[:first])
+    os.environ.update(dict.fromkeys(VISIBLE[platform], ",".join(cards[first:] + cards[:first])))
 
 
 def why_not_here(platform: Platform) -> str:

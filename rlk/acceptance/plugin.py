@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import rlk
-from rlk.acceptance.platforms import PLATFORMS, Platform, own_card_first, why_not_here
+from rlk.acceptance.platforms import PLATFORMS, VISIBLE, Platform, own_card_first, why_not_here
 
 if TYPE_CHECKING:
     from rlk.acceptance.cell import Cell
@@ -67,8 +67,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         platform = next((p for p in PLATFORMS if p == asked), None)
         if platform is None:
             raise ValueError(f"-m {asked!r} names no platform: use exactly one of {', '.join(PLATFORMS)}")
-        if platform == "cuda" and hasattr(config, "workerinput"):
-            own_card_first(int(config.workerinput["workerid"].removeprefix("gw")))
+        if platform in VISIBLE and hasattr(config, "workerinput"):
+            own_card_first(platform, int(config.workerinput["workerid"].removeprefix("gw")))
         if refusal := why_not_here(platform) or _weakened(config):
             raise ValueError(refusal)
         if compares:
@@ -88,8 +88,10 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """``-n auto`` on cards is a worker for each, whose first card that is (:func:`own_card_first`); elsewhere xdist's own number."""
-    if str(config.option.markexpr).strip() != "cuda" or not _is_acceptance(config):
+    """``-n auto`` on cards is a worker for each, whose first card that is (:func:`own_card_first`); elsewhere, and where
+    PYTEST_XDIST_AUTO_NUM_WORKERS says one, xdist's own number."""
+    asked = str(config.option.markexpr).strip()
+    if asked not in VISIBLE or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ or not _is_acceptance(config):
         return None
     import torch
 

@@ -25,6 +25,9 @@ OBJECT_STORE_BYTES = 128 << 20
 GPU_SHARE = 0.125
 """Of the card, as Ray counts it: two engines each that are strict, native and mixed fit."""
 
+NOSET = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES")
+"""Told not to, Ray leaves a process all cards of its maker, NVIDIA or AMD."""
+
 STOP_S = 60.0
 """Longest wait for the end of an engine's processes."""
 
@@ -225,7 +228,7 @@ class Cluster:
         if len(places) > 1:
             variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(places)))
         if self.device == "cuda" and ranks > 1:
-            variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"  # its ranks name their cards
+            variables |= dict.fromkeys(NOSET, "1")  # its ranks name their cards
         if variables:
             options["runtime_env"] = {"env_vars": variables}
         actors = tuple(ray.remote(kind).options(**options).remote(*place) for place in places)
