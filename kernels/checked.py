@@ -47,6 +47,14 @@ def remembered(tensor: torch.Tensor, facts: Hashable, compute: Callable[[], T]) 
     return values[facts]
 
 
+def check_device(op: str, **operands: torch.Tensor) -> None:
+    """Raise ValueError unless all ``operands`` lie on one device: a kernel takes their addresses as they are."""
+    (first, home), *others = ((name, tensor.device) for name, tensor in operands.items())
+    for name, device in others:
+        if device != home:
+            raise ValueError(f"{op}: {name} is on {device} and {first} on {home}: move {name} to {home}")
+
+
 def check_once(tensor: torch.Tensor, facts: Hashable, check: Callable[[], None]) -> None:
     """Run ``check``, which raises if the values of ``tensor`` are wrong, unless it passed before.
 

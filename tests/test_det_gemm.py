@@ -363,6 +363,17 @@ def test_wrong_leaves_are_refused(dy: torch.Tensor, index: list[int], offsets: l
         det_gemm_weight_grad(X, dy, torch.tensor(index), torch.tensor(offsets))
 
 
+def test_operands_on_two_devices_are_refused() -> None:
+    index, offsets, dy = torch.tensor([0, 1]), torch.tensor([0, 2]), torch.ones(4, 8).bfloat16()
+    with pytest.raises(ValueError, match=r"^det_gemm: w is on meta and x on cpu: move w to cpu$"):
+        det_gemm(X, W.to("meta"))
+    with pytest.raises(ValueError, match="det_gemm: dy is on meta"):
+        det_gemm_weight_grad(X, dy.to("meta"), index, offsets)
+    for leaves in ((index.to("meta"), offsets), (index, offsets.to("meta"))):
+        with pytest.raises(ValueError, match=r"det_gemm: leaf_(index|offsets) is on meta and tokens on cpu"):
+            det_gemm_weight_grad(X, dy, *leaves)
+
+
 def test_backend_that_cannot_run_is_refused() -> None:
     for backend in ("triton", "vendor", "numpy"):
         with pytest.raises(BackendUnavailable, match=backend):

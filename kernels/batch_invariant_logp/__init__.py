@@ -117,7 +117,7 @@ def batch_invariant_logp_weight_grad(
     rows = range(w.shape[0]) if wanted is None else wanted
     if rows.step != 1 or not 0 <= rows.start <= rows.stop <= w.shape[0]:
         raise ValueError(f"{op}: wanted {rows} must be consecutive rows of the {w.shape[0]} of w")
-    check_leaves(op, leaf_index, leaf_offsets, h.shape[0])
+    check_leaves(op, leaf_index, leaf_offsets, h)
     support = for_device(support, w.shape[0])
     run = select(f"{OP}.weight_grad", _WEIGHT_GRAD, backend, h.device)
     dw: torch.Tensor = run(
@@ -152,7 +152,7 @@ def batch_invariant_logp_gradients(
     op = f"{OP}_gradients"
     require_vocabulary(op, w.shape[0], vocab_size, padded_vocab, shards, vocab_tile)
     _require_gradients(op, h, w, vocab_size, ids, temperature, support, active, lse, seed)
-    check_leaves(op, leaf_index, leaf_offsets, h.shape[0])
+    check_leaves(op, leaf_index, leaf_offsets, h)
     run = select(f"{OP}.gradients", _GRADIENTS, backend, h.device)
     dh, dw = run(
         h, w, ids, temperature, for_device(support, w.shape[0]), active, lse, seed, leaf_index, leaf_offsets, vocab_size, padded_vocab,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlk.contract.numerics import is_power_of_two
+from rlk.kernels.checked import check_device
 from rlk.kernels.det_gemm import cpu, vendor
 from rlk.kernels.det_gemm.operators import backends
 from rlk.kernels.dispatch import select
@@ -19,6 +20,7 @@ def check_product(op: str, x: torch.Tensor, w: torch.Tensor, splits: int, grad_s
         raise ValueError(f"{op}: x {x.dtype} and w {w.dtype} must both be bf16")
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"{op}: x {tuple(x.shape)} and w {tuple(w.shape)} must be [T, K] and [N, K]")
+    check_device(op, x=x, w=w)
     for name, count, size in (("splits", splits, w.shape[1]), ("grad_splits", grad_splits, w.shape[0])):
         if not is_power_of_two(count) or size % count:
             raise ValueError(f"{op}: {name}={count} must be a power of two that divides {size}")
@@ -28,6 +30,7 @@ def check_input_part(op: str, dy: torch.Tensor, w: torch.Tensor, splits: int) ->
     """Raise ValueError unless dy [T, N] is floating point, w [N, K] bf16 and splits a power of two that divides N."""
     if not dy.is_floating_point() or w.dtype != torch.bfloat16 or dy.dim() != 2 or w.dim() != 2 or dy.shape[1] != w.shape[0]:
         raise ValueError(f"{op}: dy {tuple(dy.shape)} {dy.dtype} and w {tuple(w.shape)} {w.dtype} must be [T, N] and bf16 [N, K]")
+    check_device(op, dy=dy, w=w)
     if not is_power_of_two(splits) or w.shape[0] % splits:
         raise ValueError(f"{op}: splits={splits} must be a power of two that divides {w.shape[0]}")
 
@@ -38,7 +41,8 @@ def check_weight_grad(op: str, x: torch.Tensor, dy: torch.Tensor, leaf_index: to
         raise ValueError(f"{op}: x {x.dtype} and dy {dy.dtype} must both be bf16")
     if x.dim() != 2 or dy.dim() != 2 or x.shape[0] != dy.shape[0]:
         raise ValueError(f"{op}: x {tuple(x.shape)} and dy {tuple(dy.shape)} must be [T, K] and [T, N]")
-    check_leaves(op, leaf_index, leaf_offsets, x.shape[0])
+    check_device(op, x=x, dy=dy)
+    check_leaves(op, leaf_index, leaf_offsets, x)
 
 
 def det_gemm(

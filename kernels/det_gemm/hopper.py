@@ -37,7 +37,7 @@ def det_gemm_weight_grad(x: torch.Tensor, dy: torch.Tensor, leaf_index: torch.Te
     x: [T, K] bf16; dy: [T, N] bf16; leaf_index [n], leaf_offsets [leaves + 1] int64, from ``rlk.contract.topology.token_leaves``.
     Raises ValueError on leaves that do not fit the tokens.
     """
-    check_leaves("det_gemm", leaf_index, leaf_offsets, x.shape[0])
+    check_leaves("det_gemm", leaf_index, leaf_offsets, x)
     filled = (leaf_index < 0)[:, None]
     gathered = (torch.where(filled, torch.zeros_like(rows[:1]), rows[leaf_index.clamp(min=0)]) for rows in (dy, x))
     a, b = (rows.T for rows in gathered)

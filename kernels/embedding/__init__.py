@@ -51,6 +51,6 @@ def embedding_weight_grad(
             f"embedding_weight_grad: ids {tuple(ids.shape)} {ids.dtype} must be int64 [tokens] "
             f"and dy {tuple(dy.shape)} {dy.dtype} bf16 [tokens, width]"
         )
-    check_leaves("embedding_weight_grad", leaf_index, leaf_offsets, ids.shape[0])
+    check_leaves("embedding_weight_grad", leaf_index, leaf_offsets, ids)
     result: torch.Tensor = select("embedding.weight_grad", _WEIGHT_GRAD, backend, ids.device)(ids, dy, leaf_index, leaf_offsets, rows)
     return result

@@ -53,7 +53,7 @@ def qk_norm_shard_gamma_grads(
         )
     if not is_power_of_two(shards) or x.shape[1] % shards:
         raise ValueError(f"qk_norm_gamma_grad: shards={shards} must be a power of two that divides {x.shape[1]} heads")
-    check_leaves("qk_norm_gamma_grad", leaf_index, leaf_offsets, x.shape[0])
+    check_leaves("qk_norm_gamma_grad", leaf_index, leaf_offsets, x)
     result: torch.Tensor = select("qk_norm.gamma_grad", _GAMMA_GRAD, backend, x.device)(x, dy, eps, leaf_index, leaf_offsets, shards)
     return result
 

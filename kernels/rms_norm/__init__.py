@@ -42,6 +42,6 @@ def rms_norm_gamma_grad(
         raise ValueError(
             f"rms_norm_gamma_grad: x {tuple(x.shape)} {x.dtype} and dy {tuple(dy.shape)} {dy.dtype} must be equal bf16 [tokens, width]"
         )
-    check_leaves("rms_norm_gamma_grad", leaf_index, leaf_offsets, x.shape[0])
+    check_leaves("rms_norm_gamma_grad", leaf_index, leaf_offsets, x)
     result: torch.Tensor = select("rms_norm.gamma_grad", _GAMMA_GRAD, backend, x.device)(x, dy, eps, leaf_index, leaf_offsets)
     return result
