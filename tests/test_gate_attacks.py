@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import re
 import shutil
 import subprocess
@@ -95,6 +96,7 @@ class Project:
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "_exit", os._exit)  # a session keeps it to the end of its process
     return Project(pytester)
 
 
@@ -143,7 +145,23 @@ def test_a_process_that_leaves_with_code_0_before_its_verdict_leaves_with_1(proj
     project.before_comparison("os._exit(0)")
     project.commit()
     project.expect(project.run().ret, "FAIL", "left with 1")
-    assert os._exit is leave
+
+
+@pytest.mark.parametrize("red", [True, False])
+def test_a_process_that_leaves_with_code_0_after_its_verdict_leaves_with_it(project: Project, red: bool) -> None:
+    project.write("conftest.py", "import atexit, os\natexit.register(lambda: os._exit(0))")
+    if red:
+        project.before_comparison("train[0] = 1.0")
+    project.commit()
+    project.expect(project.run_apart().returncode, "FAIL" if red else "PASS", "")
+
+
+def test_a_conftest_that_leaves_with_code_0_is_an_error(project: Project) -> None:
+    project.write("acceptance/conftest.py", "raise SystemExit(0)")
+    project.commit()
+    done = project.run_apart()
+    assert (done.returncode, project.runs()) == (pytest.ExitCode.USAGE_ERROR, [])
+    assert "a conftest left with sys.exit(0)" in done.stderr
 
 
 def test_a_crashed_worker_loses_its_cell_and_the_session_and_no_other_cell(project: Project) -> None:
@@ -185,9 +203,10 @@ def test_without_assertions_no_session_starts(project: Project) -> None:
     assert "python -O drops assertions" in done.stderr
 
 
-def test_collect_only_judges_nothing_and_never_ends_with_0(project: Project) -> None:
+@pytest.mark.parametrize("option", ["--collect-only", "--fixtures", "--markers"])
+def test_a_list_judges_nothing_and_never_ends_with_0(project: Project, option: str) -> None:
     project.commit()
-    assert project.run("--collect-only", "-q").ret == 3
+    assert project.run(option, "-q").ret == 3
     assert project.runs() == []
 
 
@@ -210,6 +229,8 @@ def test_a_red_cell_carries_no_timing_and_a_green_one_does(project: Project) -> 
         ("dirty tree", r"dirty \(acceptance/test_cells.py\)"),
         ("untracked file", r"dirty \(acceptance/conftest.py\)"),
         ("ignored source", r"dirty \(acceptance/conftest.py\)"),
+        ("ignored extension module", r"dirty \(acceptance/fast.abi3.so\)"),
+        ("bytecode that its source does not check", r"dirty \(__pycache__/tiny_matrix.*pyc\)"),
         ("change hidden from git", r"dirty \(acceptance/test_cells.py\)"),
         ("manifest and another file", "1 files differ from .*first acceptance/conftest.py"),
         ("manifest and a changed file", "1 files differ from .*first acceptance/test_cells.py"),
@@ -223,6 +244,11 @@ def test_sources_that_are_not_the_commit(project: Project, fault: str, reason: s
         project.commit()
     if fault == "ignored source":
         (project.root / ".git" / "info" / "exclude").write_text("conftest.py\n")
+    if fault == "ignored extension module":
+        (project.root / ".git" / "info" / "exclude").write_text("*.so\n")
+        project.write("acceptance/fast.abi3.so", "")
+    if fault == "bytecode that its source does not check":
+        py_compile.compile(str(project.root / "tiny_matrix.py"), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     if fault == "change hidden from git":
         git(project.root, "update-index", "--assume-unchanged", CELLS)
     if fault == "manifest of a dirty tree":

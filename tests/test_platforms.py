@@ -15,6 +15,7 @@ import torch
 from ray._private.accelerators import AMDGPUAcceleratorManager, NvidiaGPUAcceleratorManager
 
 from rlk.acceptance.platforms import VISIBLE, own_card_first
+from rlk.acceptance.plugin import OTHER_CODE
 from rlk.loop.cluster import Cluster
 
 pytest_plugins = ["pytester"]
@@ -84,7 +85,30 @@ def pytest_collection_finish(session):
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         pathlib.Path("seen-" + worker).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 """
-CLEAR = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_AUTO_NUM_WORKERS", *VISIBLE["rocm"])
+CLEAR = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_AUTO_NUM_WORKERS", *VISIBLE["rocm"], *OTHER_CODE)
+
+
+def run_on_fake_cards(root: Path, platform: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    shutil.copytree(TEMPLATE, root, dirs_exist_ok=True)
+    (root / "acceptance").mkdir()
+    (root / "cells.py").rename(root / "acceptance" / "test_cells.py")
+    (root / "fake_cards.py").write_text(FAKE + ("torch.version.hip = '7'\n" if platform == "rocm" else ""))
+    command = [sys.executable, "-m", "pytest", "-p", "fake_cards", "-m", platform, "acceptance", *arguments]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("name", OTHER_CODE)
+def test_on_cards_no_session_starts_where_triton_runs_other_code(
+    name: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in CLEAR:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "1")
+    done = run_on_fake_cards(pytester.path, "cuda")
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        f"acceptance: under {name} other code runs than the kernels that are judged: unset it",
+    )
 
 
 @pytest.mark.parametrize("said", [0, 2])
@@ -96,12 +120,7 @@ def test_on_cards_auto_is_a_worker_for_each_card_unless_said_otherwise(
         monkeypatch.delenv(name, raising=False)
     if said:
         monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", str(said))
-    shutil.copytree(TEMPLATE, pytester.path, dirs_exist_ok=True)
-    (pytester.path / "acceptance").mkdir()
-    (pytester.path / "cells.py").rename(pytester.path / "acceptance" / "test_cells.py")
-    (pytester.path / "fake_cards.py").write_text(FAKE + ("torch.version.hip = '7'\n" if platform == "rocm" else ""))
-    command = [sys.executable, "-m", "pytest", "-p", "fake_cards", "-m", platform, "acceptance", "-n", "auto"]
-    done = subprocess.run(command, cwd=pytester.path, capture_output=True, text=True, timeout=120, check=False)
+    done = run_on_fake_cards(pytester.path, platform, "-n", "auto")
     seen = {path.name: path.read_text() for path in pytester.path.glob("seen-*")}
     expected = {"seen-gw0": "0,1,2", "seen-gw1": "1,2,0", "seen-gw2": "2,0,1"}
     assert seen == dict(list(expected.items())[: said or 3]), done.stdout + done.stderr

@@ -47,7 +47,7 @@ class Gate:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self._pytest_session, config = session, session.config
+        config = session.config
         if self._lists_only or hasattr(config, "workerinput"):
             return
         cells = self._matrix(self._platform)
@@ -57,7 +57,13 @@ class Gate:
             )
         except (OSError, RunDirectoryError) as error:
             pytest.exit(f"the evidence cannot be written: {error}", returncode=2)
-        self._exit, os._exit = os._exit, _exit_of(os.getpid(), os._exit)
+        os._exit = _exit_of(os.getpid(), os._exit, self.exit_code)
+
+    def exit_code(self) -> int:
+        """What the session leaves with: its verdict's code, 1 if it has not come to one, 3 if it judges nothing."""
+        if self._acceptance is None:
+            return 3
+        return 1 if self._acceptance.verdict is None else exit_code(self._acceptance.verdict)
 
     def parametrize(self, metafunc: pytest.Metafunc, marker: pytest.Mark) -> None:
         """Give a marked test the cells that it covers and that are to run; a marker that fits no cell of any platform is an error."""
@@ -131,17 +137,16 @@ class Gate:
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
         if self._acceptance is None:
-            result = yield
-            session.exitstatus = exitstatus or (3 if self._lists_only else 0)
-            return result
+            return (yield)
         result = None
         try:
             result = yield
-        except Exception as error:
+        except BaseException as error:
             self._acceptance.trouble(f"the session's tear-down failed: {type(error).__name__}: {error}")
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             self._acceptance.trouble(f"pytest ended with exit code {int(exitstatus)} before all cells were judged")
-        session.exitstatus = exit_code(self._acceptance.close(self._deselected))
+        self._acceptance.close(self._deselected)
+        session.exitstatus = self.exit_code()
         return result
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -152,12 +157,7 @@ class Gate:
             terminalreporter.write_line(line)
 
     def pytest_unconfigure(self) -> None:
-        if self._acceptance is None:
-            return
-        os._exit = self._exit
-        verdict = self._acceptance.verdict
-        if verdict is not None:
-            self._pytest_session.exitstatus = self._pytest_session.exitstatus or exit_code(verdict)
+        if self._acceptance is not None and (verdict := self._acceptance.verdict) is not None:
             green = f" (scope {', '.join(verdict.green_scopes)} green)" if verdict.green_scopes else ""
             print(f"{verdict.status}{green}  {self._acceptance.report_path}", file=sys.stdout, flush=True)
 
@@ -187,10 +187,10 @@ def _tail(longrepr: object) -> str:
     return str(longrepr).strip()[-600:]
 
 
-def _exit_of(controller: int, leave: Callable[[int], NoReturn]) -> Any:
-    """``os._exit`` for a session: the controller's death before its verdict is never a success."""
+def _exit_of(controller: int, leave: Callable[[int], NoReturn], verdict: Callable[[], int]) -> Any:
+    """``os._exit`` for the rest of a session's process: who ends it with 0, an engine's handler at exit say, ends it with the verdict."""
 
-    def leave_red(status: int) -> NoReturn:
-        leave(status or 1 if os.getpid() == controller else status)
+    def leave_as_judged(status: int) -> NoReturn:
+        leave(status or verdict() if os.getpid() == controller else status)
 
-    return leave_red
+    return leave_as_judged

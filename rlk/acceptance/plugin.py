@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 DEFAULT_MATRIX = "rlk.acceptance.matrix:enumerate_cells"
 NO_SESSION = "a cell is judged only in an acceptance session: run `pytest -m cpu acceptance/` from the repository root"
 RERUN_PLUGINS = ("rerun", "flaky", "retry")
+GATE_NAME = "rlk-gate"
+OTHER_CODE = ("TRITON_INTERPRET", "TRITON_KERNEL_OVERRIDE")
+"""Variables under which Triton runs something else on a card than the kernels that the ids name."""
 GATE: pytest.StashKey[Gate] = pytest.StashKey()
 
 
@@ -53,6 +57,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{platform}: cells of the {platform} platform")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests() -> Generator[None]:
+    try:
+        return (yield)
+    except SystemExit as error:
+        raise pytest.UsageError(f"a conftest left with sys.exit({error.code}): no session started, let it raise what is wrong") from None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")
+def pytest_leave_as_judged(config: pytest.Config) -> Generator[None, int | None, int | None]:
+    """After everything else, whatever hooks have made of it: an acceptance session leaves with its verdict."""
+    try:
+        code = yield
+    except SystemExit:
+        if GATE not in config.stash:
+            raise
+        code = 0
+    gate = config.stash.get(GATE, None)
+    return code if gate is None or hasattr(config, "workerinput") else code or gate.exit_code()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if config.option.help or config.option.version:
@@ -69,7 +94,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
             raise ValueError(f"-m {asked!r} names no platform: use exactly one of {', '.join(PLATFORMS)}")
         if platform in VISIBLE and hasattr(config, "workerinput"):
             own_card_first(platform, int(config.workerinput["workerid"].removeprefix("gw")))
-        if refusal := why_not_here(platform) or _weakened(config):
+        if refusal := why_not_here(platform) or _weakened(config, platform):
             raise ValueError(refusal)
         if compares:
             return _compare_revisions(config, platform)
@@ -81,7 +106,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         print(f"acceptance: {error}", file=sys.stderr)
         return 2
     config.stash[GATE] = gate
-    config.pluginmanager.register(gate, "rlk-gate")
+    config.pluginmanager.register(gate, GATE_NAME)
     config.option.markexpr = platform
     return None
 
@@ -122,8 +147,12 @@ def _is_acceptance(config: pytest.Config) -> bool:
     return any(path == home or home in path.parents for path in paths)
 
 
-def _weakened(config: pytest.Config) -> str:
-    """What would weaken the verdict, a plugin, an option or another rlk, and the remedy; "" if none."""
+def _weakened(config: pytest.Config, platform: Platform) -> str:
+    """What would weaken the verdict, a plugin, an option, a variable or another rlk, and the remedy; "" if none."""
+    if config.pluginmanager.is_blocked(GATE_NAME):
+        return f"-p no:{GATE_NAME} would leave the cells without a judge: leave it out"
+    if platform != "cpu" and (named := [name for name in OTHER_CODE if os.environ.get(name, "0") not in ("", "0")]):
+        return f"under {named[0]} other code runs than the kernels that are judged: unset it"
     for name, plugin in config.pluginmanager.list_name_plugin():
         if plugin is not None and os.sep not in str(name) and any(word in str(name) for word in RERUN_PLUGINS):
             return f"plugin {name!r} repeats failed tests, and a cell that fails once has failed: remove it"

@@ -13,8 +13,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 MANIFEST = "rlk-manifest.json"
-SOURCE_SUFFIXES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".hip", ".toml", ".ini", ".cfg", ".pth")
-"""Files that can change a result even where git is told to ignore them."""
+SOURCE_SUFFIXES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".hip", ".toml", ".ini", ".cfg", ".pth", ".so")
+"""Files that can change a result even where git is told to ignore them; Python prefers a .so to the .py beside it."""
 
 
 class Manifest(BaseModel):
@@ -78,7 +78,7 @@ def _from_git(root: Path) -> Provenance:
         return _unknown("git", "the checkout has no commit yet: commit first")
     dirty = {_path(entry) for entry in status if not entry.startswith("#")}
     dirty |= {entry[2:] for entry in tagged if entry[0] != "H"}  # told to git as unchanged, whatever they hold
-    dirty |= set(_sources(others))
+    dirty |= set(_sources(root, others))
     return Provenance(
         source="git", sha=sha, dirty=bool(dirty), dirty_files=tuple(sorted(dirty)[:50]), tree_digest=_tree_digest(root, files)
     )
@@ -122,19 +122,30 @@ def _path(entry: str) -> str:
 
 
 def _tops(files: Iterable[str]) -> list[str]:
-    """Top-level names that hold tracked files; environments and outputs beside them are no sources."""
-    return sorted({path.split("/")[0] for path in files})
+    """Top-level names that hold tracked files, and their bytecode; environments and outputs beside them are no sources."""
+    return sorted({"__pycache__", *(path.split("/")[0] for path in files)})
 
 
-def _sources(paths: Iterable[str]) -> list[str]:
-    return [p for p in paths if p.endswith(SOURCE_SUFFIXES)]
+def _sources(root: Path, paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if path.endswith(SOURCE_SUFFIXES) or (path.endswith(".pyc") and _is_believed(root / path))]
+
+
+def _is_believed(bytecode: Path) -> bool:
+    """Whether Python runs it without a look at its source: it stands for a module itself, or its flags say so (PEP 552)."""
+    if bytecode.parent.name != "__pycache__":
+        return True
+    try:
+        with bytecode.open("rb") as file:
+            return file.read(8)[4:] == b"\1\0\0\0"
+    except OSError:  # gone meanwhile, or not to be read
+        return bytecode.exists()
 
 
 def _strangers(root: Path, files: Collection[str]) -> set[str]:
     """Sources beside those of a manifest."""
     folders = [root / top for top in _tops(files) if not (root / top).is_symlink()]
     beside = [*root.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
-    return set(_sources(str(path.relative_to(root)) for path in beside)) - set(files)
+    return set(_sources(root, (str(path.relative_to(root)) for path in beside))) - set(files)
 
 
 def _tree_digest(root: Path, files: list[str]) -> str:
