@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from rlk.acceptance.judge import BACKENDS_OF
-from rlk.acceptance.matrix import CROSS, SNAPSHOT_WORKLOAD, enumerate_cells
+from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, enumerate_cells, several_cards
 from rlk.acceptance.validate import KERNEL_ID
 from rlk.contract.judgments import OPERATORS
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SCOPES = {"ws1": ("ws1",), "ws2": ("ws2",), "engines": ("chain", "integration", "ablation", "control")}
-REQUIRED = {cell.cell_id: cell for cell in enumerate_cells("cuda") if cell.required and cell.subject != CROSS}
+REQUIRED = {cell.cell_id: cell for cell in enumerate_cells("cuda") if cell.required and not several_cards(cell)}
 """Cells of one card. Those of several cards have no result yet: they are younger than the run."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 PLACES = {"run_id", "date", "command", "commit", "dirty", "tree_digest", "card", "driver", "cuda", "packages"}

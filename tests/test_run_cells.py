@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from acceptance.conftest import several_cards
-from rlk.acceptance.matrix import CROSS, SNAPSHOT_WORKLOAD, enumerate_cells
+from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, enumerate_cells
+from rlk.acceptance.matrix import several_cards as wants_several
 
 HERE = Path(__file__).parent / "gpu"
 REQUIRED = [cell for cell in enumerate_cells("cuda") if cell.required]
@@ -96,7 +97,7 @@ def test_a_cell_that_wants_what_is_not_here_is_not_lost(run_cells: ModuleType, m
         several_cards._get_wrapped_function()(request)
     ran_out = "no result: the cell did not run to its end"
     found = {cell: {run_cells.waits_for(cell.cell_id, reason) for reason in (str(refused.value), ran_out)} for cell in REQUIRED}
-    assert {frozenset(what) for cell, what in found.items() if cell.subject == CROSS} == {frozenset({"2 cards", ""})}
+    assert {frozenset(what) for cell, what in found.items() if wants_several(cell)} == {frozenset({"2 cards", ""})}
     assert all(what == {"published weights"} for cell, what in found.items() if cell.workload == SNAPSHOT_WORKLOAD)
     assert run_cells.waits_for("cuda/ws1/rms_norm/m4/forward", ran_out) == ""
 

@@ -77,6 +77,12 @@ CROSS_RANKS: dict[Platform, Ranks] = {"cpu": Ranks(2, 2, 2), "cuda": Ranks(1, 2,
 CROSS_ROW = "nucleus"
 """Their sampling row."""
 
+
+def several_cards(cell: Cell) -> bool:
+    """Whether a cell wants more than one card."""
+    return cell.platform != "cpu" and cell.subject == CROSS
+
+
 CHECKPOINT_LAYER = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm",
     "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ import torch
 from summarize_cells import summarize
 
 from rlk.acceptance.cell import Cell
-from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, CROSS_RANKS, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells
+from rlk.acceptance.matrix import CHAIN_MODEL, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD, enumerate_cells, several_cards
 from rlk.acceptance.validate import merge
 from rlk.acceptance.ws2 import TOPOLOGIES, subject
 from rlk.contract.arms import ARMS, MIXED_MODES
@@ -159,7 +160,7 @@ def part_of(cell: Cell) -> str:
         if name not in names:  # a planted fault
             return "ws2_2" if name.startswith("rollout_") else "ws2_1"
         return f"ws2_{names.index(name) % 3}"
-    if cell.subject == CROSS:
+    if several_cards(cell):
         return "ranks"
     mixed = [arm.name for arm in ARMS if arm.mode("train") in MIXED_MODES]
     if cell.scope == "ablation" and cell.subject in mixed:
@@ -171,7 +172,8 @@ def waits_for(cell_id: str, reason: str) -> str:
     """What a missing cell wants and this machine lacks; "" for one that was lost. reason: its record's."""
     if SNAPSHOT_WORKLOAD in cell_id:
         return "published weights"
-    return f"{CROSS_RANKS['cuda'].rollout_tp} cards" if f"{CROSS} needs" in reason else ""
+    lacks = re.search(r" needs (\d+ cards), here are \d", reason)
+    return lacks[1] if lacks else ""
 
 
 def main() -> None:
