@@ -39,7 +39,10 @@ def test_every_required_cell_is_in_one_session(run_cells: ModuleType, cards: tup
     assert [step.shown for step in steps if step.summary == "ws1"] == [f"--scope ws1 --shard {i}/3" for i in (1, 2, 3)]
     assert len({step.name for step in steps}) == len(steps)
     assert {card for step in steps for card in step.card.split(",")} == set(cards[:2])
-    assert [step.card for step in steps if step.name == "ranks"] == [",".join(cards[:2])]
+    assert {step.card for step in steps if step.name.startswith("ranks_")} == {",".join(cards[:2])}
+    assert all(
+        cell_id.split("/")[1] in run_cells.SUMMARIES[step.summary] for step in steps for cell_id in step.arguments if "cuda/" in cell_id
+    )
     assert steps[-1].name == "depth"
 
 
@@ -48,7 +51,7 @@ def test_nothing_but_small_ranks_runs_on_the_card_of_the_whole_model_beside_it(r
     before, depth = last
     assert depth.name == "depth"
     assert "depth_weights" in {step.name for step in run_cells.steps(before)}
-    assert depth.card not in {step.card for step in run_cells.steps(tuple(others)) if step.name != "ranks"}
+    assert depth.card not in {step.card for step in run_cells.steps(tuple(others)) if not step.name.startswith("ranks_")}
 
 
 def _step(run_cells: ModuleType, name: str, code: str) -> object:

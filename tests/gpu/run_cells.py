@@ -92,17 +92,18 @@ Plan: TypeAlias = Step | list["Plan"] | tuple["Plan", ...]
 def plan(cards: Sequence[str], shards: int) -> Plan:
     """All sessions, on the first two of these cards. Of a card's 140 GiB eight ranks of ws2 take 26, a strict engine and its trainer 20,
     native ones beside them 20 more, engines of several ranks 15, a shard of the operators up to 6, and the chain of the whole model 110 at
-    its end."""
+    its end. Engines of several ranks begin at once, since they wait for each other more than they compute."""
     first, last = cards[0], cards[:2][-1]
     topologies = tuple(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1", "ws2_2"))
-    ranks = _part("ranks", "engines", ",".join(cards[:2]))
-    rows = [_part("integration", "engines", first), _part("ablation", "engines", first), ranks]
+    several = {part_of(cell): cell.scope for cell in enumerate_cells("cuda") if cell.required and several_cards(cell)}
+    ranks = tuple(_part(name, "ws2" if scope == "ws2" else "engines", ",".join(cards[:2])) for name, scope in several.items())
+    rows = [_part("integration", "engines", first), _part("ablation", "engines", first)]
     others = tuple(_part(name, "engines", last) for name in ("chain", "mixed_0", "mixed_1", "mixed_2"))
     operators = tuple(_shard(i, shards, last) for i in range(1, shards + 1))
     weights, depth = _weights("depth_weights", CHAIN_MODEL["cuda"].name, last), _part("depth", "engines", last)
     if first == last:
-        return [(weights, operators, others), (topologies, rows), depth]
-    return (*topologies, rows, [(weights, *others, *operators), depth])
+        return [(weights, operators, others), (topologies, rows, ranks), depth]
+    return (*topologies, rows, ranks, [(weights, *others, *operators), depth])
 
 
 def steps(part: Plan) -> Iterator[Step]:
@@ -152,6 +153,8 @@ def _part(name: str, summary: str, card: str) -> Step:
 def part_of(cell: Cell) -> str:
     """The session that runs a cell, "ws1" for all shards of the operators. Topologies are in thirds, each with what goes on from its
     training topologies, and so are arms whose engines mix operators and start anew for each."""
+    if several_cards(cell):
+        return f"ranks_{cell.scope}"
     if cell.scope == "chain":
         return "chain" if cell.workload == WORKLOAD["cuda"] else "depth"
     if cell.scope == "ws2":
@@ -160,8 +163,6 @@ def part_of(cell: Cell) -> str:
         if name not in names:  # a planted fault
             return "ws2_2" if name.startswith("rollout_") else "ws2_1"
         return f"ws2_{names.index(name) % 3}"
-    if several_cards(cell):
-        return "ranks"
     mixed = [arm.name for arm in ARMS if arm.mode("train") in MIXED_MODES]
     if cell.scope == "ablation" and cell.subject in mixed:
         return f"mixed_{mixed.index(cell.subject) % 3}"
