@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from acceptance.engines import Runs, compare_logprobs, compare_with_one_rank, hand_in_run, hand_in_timings, hash_bytes
-from acceptance.topologies import shard_hashes
+from acceptance.topologies import order, shard_hashes
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
 from rlk.acceptance.matrix import CROSS, CROSS_RANKS
@@ -22,6 +22,7 @@ def test_logprob(cell: Cell, evidence: Evidence, runs: Runs) -> None:
 @pytest.mark.cells(scope="integration", subject=CROSS, judgment="logprob")
 def test_logprob_of_several_ranks(cell: Cell, evidence: Evidence, several_cards: None, runs: Runs) -> None:
     summary = _judge_logprobs(cell, evidence, runs)
+    _hand_in_ranks(cell, evidence, summary)
     compare_with_one_rank(evidence, summary, _on_one_rank(cell, runs))
 
 
@@ -33,6 +34,7 @@ def test_publication(cell: Cell, evidence: Evidence, runs: Runs) -> None:
 @pytest.mark.cells(scope="integration", subject=CROSS, judgment="publication")
 def test_publication_to_several_ranks(cell: Cell, evidence: Evidence, several_cards: None, runs: Runs) -> None:
     summary = _judge_publications(cell, evidence, runs)
+    _hand_in_ranks(cell, evidence, summary)
     for step, alone in zip(summary.steps, _on_one_rank(cell, runs).steps, strict=True):
         evidence.compare(f"update {step.step}: publication of one rank", hash_bytes(step.train[1]), hash_bytes(alone.train[1]))
     last = summary.directory / "weights" / f"v{summary.steps[-1].published_version}"
@@ -57,6 +59,20 @@ def _judge_publications(cell: Cell, evidence: Evidence, runs: Runs) -> RunSummar
         assert step.rollout[0] == step.train[0] == step.published_version
     assert len(set(summary.model_hashes)) == len(summary.steps) + 1, "a publication left the model hash as it was"
     return summary
+
+
+def _hand_in_ranks(cell: Cell, evidence: Evidence, summary: RunSummary) -> None:
+    """Topology of both engines, and of each rank, as it reads itself back, its part, its transport and its device."""
+    asked, engines = CROSS_RANKS[cell.platform], summary.manifest.engines
+    trainers, servers = ({rank["pid"]: rank for rank in engines[side]["ranks"]}.values() for side in ("train", "rollout"))
+    assert (len(trainers), len(servers)) == (asked.tp * asked.cp, asked.rollout_tp), "ranks of an engine share a process"
+    evidence.fact("topology", {"train": {"tp": asked.tp, "cp": asked.cp}, "rollout": {"tp": asked.rollout_tp}})
+    held = [{"rank": rank["rank"], "shards": rank["shards"]} for rank in servers]
+    evidence.fact("ranks", {"train": [rank["parallel"] for rank in trainers], "rollout": held})
+    carried = {"train": [(rank["parallel"]["transport"], rank["device"]) for rank in trainers]}
+    carried["rollout"] = [(rank["transport"], rank["device"]) for rank in servers]
+    evidence.fact("communication", {side: [f"{how}, {where}" for how, where in ranks] for side, ranks in carried.items()})
+    evidence.fact("reduction_order", {"tp": order(asked.tp), "cp": order(asked.cp), "rollout tp": order(asked.rollout_tp)})
 
 
 def _on_one_rank(cell: Cell, runs: Runs) -> RunSummary:

@@ -363,6 +363,7 @@ def test_two_ranks_answer_as_one(setup: Setup) -> None:
     assert [rank["model_hash"] for rank in ranks] == [setup.hashes[0]] * 2
     assert len({rank["shard_hash"] for rank in ranks}) == len({rank["pid"] for rank in ranks}) == 2
     assert [rank["kv_cache"]["shape"][1:] for rank in ranks] == [[4, 16, 64]] * 2
+    assert [(rank["device"], rank["transport"]) for rank in ranks] == [("cpu", "gloo")] * 2
     assert {row["op"] for rank in ranks for row in rank["traffic"]} == {"check", "all_gather", "all_to_all"}
     with pytest.raises(RuntimeError, match="EngineRefusal: intermediates are whole on one rank only"):
         setup.spare("trace", requests, Path("trace.safetensors"))

@@ -76,6 +76,8 @@ CROSS_RANKS: dict[Platform, Ranks] = {"cpu": Ranks(2, 2, 2), "cuda": Ranks(1, 2,
 """Theirs; on a card two are enough."""
 CROSS_ROW = "nucleus"
 """Their sampling row."""
+RANK_FACTS = ("topology", "ranks", "communication", "reduction_order")
+"""What a cell records of ranks: of which engine there are how many, what each holds, what carries its bytes, how their parts are added."""
 
 
 def several_cards(cell: Cell) -> bool:
@@ -149,7 +151,8 @@ def _integration(platform: Platform) -> Iterator[Cell]:
                 ranks = range(CROSS_RANKS[platform].rollout_tp)
                 shards = tuple(f"rank {rank}: shards" for rank in ranks) if judgment == "publication" else ()
                 yield Cell(
-                    platform, "integration", CROSS, workload, judgment, strict=strict, names=(*names, *alike, *shards), facts=UPDATE_FACTS,
+                    platform, "integration", CROSS, workload, judgment, strict=strict, names=(*names, *alike, *shards),
+                    facts=(*UPDATE_FACTS, *RANK_FACTS),
                     unsupported="the ranks of a rollout engine have no transport between AMD cards" if platform == "rocm" else "",
                 )  # fmt: skip
 

@@ -32,7 +32,7 @@ from rlk.loop.rewards import reward_of
 from rlk.loop.tokenizer import TextTokenizer
 
 ROOT = Path(rlk.__file__).resolve().parent.parent
-RANK_FACTS = ("pid", "parallel", "traffic", "kernels", "model_hash")
+RANK_FACTS = ("pid", "device", "parallel", "traffic", "kernels", "model_hash")
 """What is kept of each rank of a trainer with several; everything else is rank 0's."""
 
 

@@ -13,6 +13,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from rlk.acceptance.cell import Cell
+from rlk.acceptance.matrix import RANK_FACTS, several_cards
 from rlk.acceptance.validate import validate_run
 from rlk.evidence.rundir import RunDirectory
 from rlk.evidence.schema import Report, Status
@@ -21,7 +23,7 @@ SCOPE = "ws1"
 
 
 def summarize(directory: Path, certificates: Path, command: str, scopes: Collection[str] = (SCOPE,)) -> dict[str, Any]:
-    """What ran, where, on which sources, and how every cell of these scopes ended.
+    """What ran, where, on which sources, how every cell of these scopes ended, and the ranks of those that want several cards.
 
     Raises ValueError for a directory that does not hold together.
     """
@@ -31,6 +33,7 @@ def summarize(directory: Path, certificates: Path, command: str, scopes: Collect
     environment, gpu = report.environment, report.environment["gpus"][0]
     records = [r for r in report.records if r.cell_id.split("/")[1] in scopes]
     ended = {status: [r for r in records if r.status is status] for status in Status}
+    spread = {row.cell_id for row in report.matrix if several_cards(Cell.from_row(row))}
     used = {(use.op, use.backend, use.kernel_id) for record in ended[Status.PASS] for use in record.kernels}
     return {
         "run_id": report.run_id,
@@ -47,6 +50,7 @@ def summarize(directory: Path, certificates: Path, command: str, scopes: Collect
         "green": [r.cell_id for r in ended[Status.PASS]],
         "red": {r.cell_id: r.reasons[0] for r in ended[Status.FAIL]},
         "missing": [r.cell_id for r in ended[Status.MISSING]],
+        "several_cards": {r.cell_id: {name: r.facts[name] for name in RANK_FACTS} for r in ended[Status.PASS] if r.cell_id in spread},
         "elements_compared": sum(r.elements for r in records),
         "kernels": {kernel_id: sorted(op for op, _, k in used if k == kernel_id) for kernel_id in sorted({k for *_, k in used})},
         "vendor": _certificates(certificates),

@@ -181,11 +181,12 @@ class WorkerExtension:
         return model.log if isinstance(model, MixedQwen3ForCausalLM) else None
 
     def _rlk_rank(self, model: RlkQwen3ForCausalLM) -> dict[str, Any]:
-        """This rank's place and what it alone holds: canonical shards, the hash of its own weights, traffic since the start."""
+        """This rank's place and what it alone holds: canonical shards, hash of its weights; transport, and traffic since the start."""
         tp, parts = model.dense.tp, model.dense.parts()
         shards = owned(tp.size, tp.rank, model.dense.numerics.canonical_tp)
-        traffic = tp.link.traffic.rows() if tp.size > 1 else []
-        return {"rank": tp.rank, "shards": list(shards), "shard_hash": model_hash(parts), "traffic": traffic}
+        sent = {"transport": tp.link.transport, "traffic": tp.link.traffic.rows()} if tp.size > 1 else {"transport": "", "traffic": []}
+        device = str(model.dense.embedding.device)
+        return {"rank": tp.rank, "device": device, "shards": list(shards), "shard_hash": model_hash(parts), **sent}
 
     def _rlk_weights_hash(self) -> str | None:
         model = self.model_runner.get_model()
