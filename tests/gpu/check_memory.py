@@ -5,7 +5,7 @@
 memcheck, racecheck: the tools of compute-sanitizer. end, start: memory that ends, or starts, where no page is mapped (``guard_pages.py``),
 which holds for code that a tool cannot follow. Parts share processes, and are repeated one by one where a process is not clean. Writes
 $OUT/memory.json as results come, and the logs of what is not clean, and exits 1 if a part is not. A part is clean if the check counts no
-error and the part reached its end. Planted faults must be seen.
+error and the part reached its end. Planted faults must be seen. What each check ran is kept by kernel id.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def check(name: str, *parts: str) -> dict[str, Any]:
     errors = (int(counted[1]) if counted else None) if tool else int(code != 0)
     said = [line.removeprefix("=========").strip() for line in text.splitlines() if re.search(r"^=+.* at |rror|nvalid|azard", line)]
     ended = set(parts) <= {line.removesuffix(" ran") for line in text.splitlines()}
-    found = {"errors": errors, "ended": ended, "said": said[:6] if errors != 0 else []}
+    kernels = [word for line in text.splitlines() if line.startswith("kernels ") for word in line.split()[1:]]
+    found = {"errors": errors, "ended": ended, "said": said[:6] if errors != 0 else [], "kernels": kernels}
     if not clean(found):
         file = f"{name}_{'_'.join(parts)[:60].replace(' ', '_').replace(',', '')}.log"
         (Path(os.environ.get("OUT", ".")) / file).write_text(text[:20000])
@@ -80,6 +81,7 @@ def main() -> None:
     version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
     where, failed = environment(), list[str]()
     found: dict[str, dict[str, Any]] = {name: {} for name in asked.checks.split(",")}
+    kernels: dict[str, set[str]] = {name: set() for name in found}
     groups = [group for i in range(GROUPS) if (group := asked.parts[i::GROUPS])]
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_AT_ONCE)) as pool:
         tasks = [(name, group) for name in found for group in (*groups, *([part] for part in CONTROLS[name]))]
@@ -88,11 +90,13 @@ def main() -> None:
             name = running[done]
             found[name] |= done.result()
             for part, result in done.result().items():
+                kernels[name].update(result.pop("kernels", ()))  # parts of one process share their result
                 print(f"{name} {part}: {'clean' if clean(result) else result}"[:200], flush=True)
             failed = sorted(
                 f"{name}: {part}" for name, held in found.items() for part, r in held.items() if clean(r) == (part in CONTROLS[name])
             )
-            facts = {**where, "sanitizer": version, "failed": failed, "checks": found}
+            ran = {name: sorted(ids) for name, ids in kernels.items()}
+            facts = {**where, "sanitizer": version, "failed": failed, "kernels": ran, "checks": found}
             (Path(os.environ.get("OUT", ".")) / "memory.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
     sys.exit(1 if failed else 0)
 

@@ -25,6 +25,7 @@ from rlk.kernels.attention.vendor_library import BLOCK
 from rlk.kernels.attention.vendor_rows import place_rows
 from rlk.kernels.batch_invariant_logp import batch_invariant_logp_gradients, batch_invariant_logp_weight_grad, batch_invariant_logp_with_lse
 from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad, sm90, sm90_plans, sm90_tokens
+from rlk.kernels.dispatch import readback
 from rlk.kernels.embedding import embedding, embedding_weight_grad
 from rlk.kernels.lm_head import lm_head
 from rlk.kernels.logp import logp_with_lse
@@ -192,8 +193,15 @@ PARTS: dict[str, Callable[[], None]] = {
     "sampling, several blocks": partial(draw, 5000, 5120),
 }
 
+
+def kernels() -> str:
+    """Line with the ids of the kernels that this process has run."""
+    return " ".join(["kernels", *sorted({ran.kernel_id for ran in readback()})])
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:] or PARTS:
         PARTS[name]()
         torch.cuda.synchronize()
         print(f"{name} ran", flush=True)
+    print(kernels(), flush=True)
