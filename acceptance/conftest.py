@@ -10,8 +10,8 @@ import torch
 
 from acceptance.engines import Runs, snapshot_checkpoint
 from acceptance.topologies import Topologies, scratch_runs
-from rlk.acceptance.cell import Platform
-from rlk.acceptance.matrix import CROSS, CROSS_RANKS
+from rlk.acceptance.cell import Cell, Platform
+from rlk.acceptance.matrix import CARDS, several_cards
 from rlk.loop.cluster import Cluster
 
 
@@ -31,13 +31,11 @@ def snapshot(request: pytest.FixtureRequest) -> Path:
     return snapshot_checkpoint(Path(request.config.rootpath))
 
 
-@pytest.fixture(scope="session")
-def several_cards(request: pytest.FixtureRequest) -> None:
-    """A card for each rank of a rollout engine; on a card cells that need them are missing without."""
-    platform: Platform = request.config.option.markexpr
-    ranks, cards = CROSS_RANKS[platform].rollout_tp, torch.cuda.device_count()
-    if platform != "cpu" and cards < ranks:
-        raise RuntimeError(f"{CROSS} needs {ranks} cards, here are {cards}: run its cells where CUDA_VISIBLE_DEVICES names {ranks}")
+@pytest.fixture(autouse=True)
+def cards(cell: Cell) -> None:
+    """A card for each rank where a cell wants that; it is missing without."""
+    if several_cards(cell) and (here := torch.cuda.device_count()) < CARDS:
+        raise RuntimeError(f"{cell.subject} needs {CARDS} cards, here are {here}: run its cells where CUDA_VISIBLE_DEVICES names {CARDS}")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ def test_logprob(cell: Cell, evidence: Evidence, runs: Runs) -> None:
 
 
 @pytest.mark.cells(scope="integration", subject=CROSS, judgment="logprob")
-def test_logprob_of_several_ranks(cell: Cell, evidence: Evidence, several_cards: None, runs: Runs) -> None:
+def test_logprob_of_several_ranks(cell: Cell, evidence: Evidence, runs: Runs) -> None:
     summary = _judge_logprobs(cell, evidence, runs)
     _hand_in_ranks(cell, evidence, summary)
     compare_with_one_rank(evidence, summary, _on_one_rank(cell, runs))
@@ -32,7 +32,7 @@ def test_publication(cell: Cell, evidence: Evidence, runs: Runs) -> None:
 
 
 @pytest.mark.cells(scope="integration", subject=CROSS, judgment="publication")
-def test_publication_to_several_ranks(cell: Cell, evidence: Evidence, several_cards: None, runs: Runs) -> None:
+def test_publication_to_several_ranks(cell: Cell, evidence: Evidence, runs: Runs) -> None:
     summary = _judge_publications(cell, evidence, runs)
     _hand_in_ranks(cell, evidence, summary)
     for step, alone in zip(summary.steps, _on_one_rank(cell, runs).steps, strict=True):

@@ -22,9 +22,12 @@ from rlk.model.weights import load_checkpoint
 
 
 def _judge(cell: Cell, evidence: Evidence, topologies: Topologies) -> None:
-    run, reference = topologies.run(*topology(cell.subject)), topologies.reference()
+    tp, cp, transport = topology(cell.subject)
+    run, reference = topologies.run(tp, cp, transport), topologies.reference()
     layout = cell.workload.rpartition("-")[2]
     hand_in(evidence, run, layout, load_checkpoint(topologies.checkpoint).config)
+    carried = [answer["communication"]["transport"] for answer in run.ranks(layout)]
+    assert not transport or carried == [transport] * (tp * cp), f"the bytes of {cell.subject} were carried by {carried}"
     if cell.judgment == "logprob":
         compare_logprobs(evidence, run, reference, layout)
     elif cell.judgment == "gradients":

@@ -91,11 +91,13 @@ class Topologies:
         """The run at TP = CP = 1 that all others are compared with."""
         return self._once("reference", lambda: self._make("reference", *REFERENCE, exchange=None))
 
-    def run(self, tp: int, cp: int) -> Run:
-        """All layouts at one topology; it goes on from the state that the topology before it in the pool wrote."""
+    def run(self, tp: int, cp: int, transport: str = "") -> Run:
+        """All layouts at one topology; it goes on from the state that the topology before it in the pool wrote. With a transport the
+        packed layout alone, on ranks that have a card each."""
         reference = self.reference()
-        name = subject(tp, cp)
-        return self._once(name, lambda: self._make(name, tp, cp, exchange=(self._once.results() or [reference])[-1]))
+        name = subject(tp, cp, transport)
+        asked = {"transport": transport, "layouts": ["packed"]} if transport else {}
+        return self._once(name, lambda: self._make(name, tp, cp, exchange=(self._once.results() or [reference])[-1], **asked))
 
     def outcomes(self, tp: int, cp: int, name: str, **job: Any) -> list[Outcome]:
         """One update of the packed layout with further settings of the job, errors included."""
@@ -103,11 +105,11 @@ class Topologies:
         directory.mkdir()
         return self._outcomes(tp, cp, directory, {"layouts": ["packed"], "updates": 1, **job})
 
-    def _make(self, name: str, tp: int, cp: int, exchange: Run | None) -> Run:
+    def _make(self, name: str, tp: int, cp: int, exchange: Run | None, **asked: Any) -> Run:
         directory = self.scratch / name
         directory.mkdir()
         state = (exchange.directory if exchange else directory) / "state"
-        job = {"layouts": self.layouts, "updates": UPDATES, "exchange": str(state)}
+        job = {"layouts": self.layouts, "updates": UPDATES, "exchange": str(state), **asked}
         answers = require(self._outcomes(tp, cp, directory, job))
         if exchange:
             shutil.rmtree(state)  # gigabytes on a card, which nobody reads again

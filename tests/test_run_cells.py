@@ -8,14 +8,13 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
-from acceptance.conftest import several_cards
-from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, enumerate_cells
-from rlk.acceptance.matrix import several_cards as wants_several
+from acceptance import conftest
+from rlk.acceptance.matrix import CARDS, SNAPSHOT_WORKLOAD, enumerate_cells, several_cards
 
 HERE = Path(__file__).parent / "gpu"
 REQUIRED = [cell for cell in enumerate_cells("cuda") if cell.required]
@@ -95,13 +94,19 @@ def test_at_the_deadline_a_session_may_write_its_report_even_as_a_shells_backgro
 
 def test_a_cell_that_wants_what_is_not_here_is_not_lost(run_cells: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    request = SimpleNamespace(config=SimpleNamespace(option=SimpleNamespace(markexpr="cuda")))
-    with pytest.raises(RuntimeError) as refused:
-        several_cards._get_wrapped_function()(request)
+    several = [cell for cell in REQUIRED if several_cards(cell)]
+    refused = {}
+    for cell in several:
+        with pytest.raises(RuntimeError, match=f"{cell.subject} needs {CARDS} cards, here are 1") as raised:
+            conftest.cards._get_wrapped_function()(cell)
+        refused[cell] = str(raised.value)
+    conftest.cards._get_wrapped_function()(next(cell for cell in REQUIRED if cell not in several))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: CARDS)
+    conftest.cards._get_wrapped_function()(several[0])
     ran_out = "no result: the cell did not run to its end"
-    found = {cell: {run_cells.waits_for(cell.cell_id, reason) for reason in (str(refused.value), ran_out)} for cell in REQUIRED}
-    assert {frozenset(what) for cell, what in found.items() if wants_several(cell)} == {frozenset({"2 cards", ""})}
-    assert all(what == {"published weights"} for cell, what in found.items() if cell.workload == SNAPSHOT_WORKLOAD)
+    assert {run_cells.waits_for(cell.cell_id, reason) for cell, reason in refused.items()} == {f"{CARDS} cards"}
+    assert {run_cells.waits_for(cell.cell_id, ran_out) for cell in several} == {""}
+    assert {run_cells.waits_for(cell.cell_id, ran_out) for cell in REQUIRED if cell.workload == SNAPSHOT_WORKLOAD} == {"published weights"}
     assert run_cells.waits_for("cuda/ws1/rms_norm/m4/forward", ran_out) == ""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlk.acceptance.cell import PLATFORMS, Cell, Platform
 from rlk.acceptance.ws1 import ws1_cells
-from rlk.acceptance.ws2 import ws2_cells
+from rlk.acceptance.ws2 import CARD_SUBJECTS, ws2_cells
 from rlk.acceptance.ws2_rollout import ws2_rollout_cells
 from rlk.contract.arithmetic import trace_names
 from rlk.contract.arms import ARMS, MIXED_MODES, ROUTES, Arm, Side, routes_of
@@ -80,9 +80,13 @@ RANK_FACTS = ("topology", "ranks", "communication", "reduction_order")
 """What a cell records of ranks: of which engine there are how many, what each holds, what carries its bytes, how their parts are added."""
 
 
+CARDS = 2
+"""What the cells that want more than one card want; ranks that are more share these."""
+
+
 def several_cards(cell: Cell) -> bool:
     """Whether a cell wants more than one card."""
-    return cell.platform != "cpu" and cell.subject == CROSS
+    return cell.platform != "cpu" and cell.subject in (CROSS, *CARD_SUBJECTS)
 
 
 CHECKPOINT_LAYER = (

@@ -18,6 +18,9 @@ UPDATES = 3
 
 TOPOLOGIES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1))
 """Training (tp, cp), each against (1, 1); (1, 1) against a second run of itself in another process."""
+CARD_TOPOLOGIES = ((2, 1), (1, 2))
+CARD_TRANSPORTS = ("nccl", "peer")
+"""Training (tp, cp) whose ranks have a card each, over each of these transports, against (1, 1) on one card."""
 LAYOUTS: dict[Platform, tuple[str, ...]] = {"cpu": ("packed", "single", "short"), "cuda": ("packed", "short"), "rocm": ("packed", "short")}
 """packed: samples of uneven length share micro-batches. single: every sample is a micro-batch of its own. short: so few tokens that most
 context parallel ranks hold none."""
@@ -42,14 +45,18 @@ STATE = ("parameter", "master", "m", "v")
 _LAYER = ("input_norm", "qkv", "q_norm", "k_norm", "o_proj", "post_norm", "gate_up", "down_proj")
 
 
-def subject(tp: int, cp: int) -> str:
-    """How cells name a topology."""
-    return f"tp{tp}cp{cp}"
+def subject(tp: int, cp: int, transport: str = "") -> str:
+    """How cells name a topology, and the transport if ranks with a card each are to use that one."""
+    return f"tp{tp}cp{cp}" + (f"_{transport}" if transport else "")
 
 
-def topology(name: str) -> tuple[int, int]:
-    """(tp, cp) of a cell's subject."""
-    return next(pair for pair in TOPOLOGIES if subject(*pair) == name)
+CARD_SUBJECTS = {subject(*pair, transport): (*pair, transport) for pair in CARD_TOPOLOGIES for transport in CARD_TRANSPORTS}
+_SUBJECTS = {subject(*pair): (*pair, "") for pair in TOPOLOGIES} | CARD_SUBJECTS
+
+
+def topology(name: str) -> tuple[int, int, str]:
+    """(tp, cp, transport) of a cell's subject; transport "" leaves it to the machine."""
+    return _SUBJECTS[name]
 
 
 def parameter_names(model: ModelShape) -> tuple[str, ...]:
@@ -61,15 +68,18 @@ def ws2_cells(platform: Platform) -> Iterator[Cell]:
     """Every cell of the scope on one platform, topologies in order."""
     model = MODEL[platform]
     strict = tuple((SIDE, op) for op in OPERATORS)
-    for pair in TOPOLOGIES:
-        names = _names(model, pair[0] * pair[1])
-        for layout in LAYOUTS[platform]:
+    for name, (tp, cp, transport) in _SUBJECTS.items():
+        if transport and platform == "cpu":
+            continue
+        names = _names(model, tp * cp)
+        for layout in LAYOUTS[platform] if not transport else ("packed",):
             for judgment, handed_in in names.items():
                 if judgment != "checkpoint" or layout == "packed":
                     facts = (*FACTS, "state_written_by") if judgment == "checkpoint" else FACTS
                     yield Cell(
-                        platform, "ws2", subject(*pair), f"{model.name}-{layout}", judgment, strict=strict, facts=facts, names=handed_in
-                    )
+                        platform, "ws2", name, f"{model.name}-{layout}", judgment, strict=strict, facts=facts, names=handed_in,
+                        unsupported="AMD cards do not write each other's memory yet" if (platform, transport) == ("rocm", "peer") else "",
+                    )  # fmt: skip
     for fault in FAULTS:
         yield Cell(platform, "ws2", fault, f"{model.name}-packed", "caught", expect="caught")
 
