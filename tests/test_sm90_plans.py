@@ -18,6 +18,7 @@ from rlk.kernels._native import cuda
 from rlk.kernels._native.cuda import CudaSource
 from rlk.kernels._native.wgmma import instruction
 from rlk.kernels.det_gemm import sm90, sm90_tokens
+from rlk.kernels.det_gemm import triton as backend
 from rlk.kernels.det_gemm.sm90_plans import DEPTH, MOST_LEAVES, Plan, kept_floats, product_plan, shared_bytes
 from rlk.kernels.registry import declared_kernels
 
@@ -63,17 +64,32 @@ def test_a_weight_gradient_of_eight_leaves_fits_a_multiprocessor_and_comes_here_
     assert sm90_tokens.STAGES >= 4  # warps that copy in turn
     assert sm90_tokens.COLUMNS % 64 == 0
     x = torch.ones(16, 4096, dtype=torch.bfloat16)
-    assert not sm90_tokens.takes(x, x, torch.arange(16), sm90_tokens.LEAVES)
+    assert not sm90_tokens.takes(x, x, sm90_tokens.LEAVES)
 
 
-def test_weight_gradients_of_short_samples_stay_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_that_the_copy_engine_cannot_read_stay_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_tokens, "hopper", lambda device: True)
     x = torch.ones(4096, 1024, dtype=torch.bfloat16)
-    for lengths, here in (((1024,) * 4, True), ((1500, 700, 333, 900, 600, 63), True), ((100,) * 40 + (96,), False)):
-        order = token_leaves(lengths)
-        assert sm90_tokens.takes(x[: sum(lengths)], x[: sum(lengths)], torch.tensor(order.index), 8) == here, lengths
-    assert not sm90_tokens.takes(x[:, :100], x, torch.arange(4096), 8)
-    assert not sm90_tokens.takes(x, x, torch.arange(4096), 4)
+    assert sm90_tokens.takes(x, x, 8)
+    assert not sm90_tokens.takes(x[:, :100], x, 8)
+    assert not sm90_tokens.takes(x, x, 4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "short"),
+    [((1024,) * 4, False), ((4000, 8000, 2500), False), ((1500, 700, 333, 900, 600, 63), True), ((100,) * 40, True), ((64,) * 4, True)],
+)
+def test_tokens_of_short_samples_are_gathered_before(lengths: tuple[int, ...], short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = token_leaves(lengths)
+    index, offsets = torch.tensor(order.index), torch.tensor(order.offsets)
+    assert sm90_tokens.short_runs(index, sum(lengths)) == short
+    seen: list[tuple[int, bool]] = []
+    monkeypatch.setattr(sm90_tokens, "takes", lambda x, dy, leaves: True)
+    monkeypatch.setattr(backend, "_gathered", lambda source, index, offsets, depth: source.new_empty(len(index) + 8, source.shape[1]))
+    monkeypatch.setattr(sm90_tokens, "weight_grad", lambda op, x, dy, index, offsets, out: seen.append((len(x), index is None)))
+    x = torch.ones(sum(lengths), 8, dtype=torch.bfloat16)
+    backend.weight_grad("det_gemm.weight_grad", x, x, index, offsets)
+    assert seen == [(len(index) if short else sum(lengths), short)]
 
 
 def test_the_copy_engine_sees_runs_and_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,18 +120,18 @@ def test_a_weight_gradient_is_launched_on_every_pair_of_multiprocessors(monkeypa
             problem = arguments[-1]
             assert (problem.rows, problem.columns, problem.tokens) == (768, 4096, 300)
             assert problem.copies
-            assert problem.desks
             launched.append((self.name, blocks, len(arguments)))
 
     monkeypatch.setattr(sm90_tokens, "_kernels", lambda device: (Kernel("product"), Kernel("schedule")))
     monkeypatch.setattr(sm90_tokens, "_maps", lambda x, values: None)
+    monkeypatch.setattr(sm90_tokens, "_out_map", lambda data, rows, columns: None)
     monkeypatch.setattr(sm90_tokens, "processors", lambda device: 132)
     monkeypatch.setattr(sm90_tokens, "ran", lambda op, source: None)
     order = token_leaves((300,))
     x, dy, out = torch.ones(300, 4096, dtype=torch.bfloat16), torch.ones(300, 768, dtype=torch.bfloat16), torch.empty(768, 4096)
     sm90_tokens.weight_grad("det_gemm.weight_grad", x, dy, torch.tensor(order.index), torch.tensor(order.offsets), out)
     steps = len(order.index) // 32 + 8
-    assert launched == [("schedule", -(-steps // 4), 1), ("product", 132, 3)]
+    assert launched == [("schedule", -(-steps // 4), 1), ("product", 132, 4)]
 
 
 def test_the_instruction_names_every_accumulator_once() -> None:
@@ -150,7 +166,7 @@ def test_recorded_times_are_those_of_the_tables() -> None:
     for case, row in timed.items():
         assert row["ratio"] == round(row["det_gemm_us"][1] / row["torch_us"][1], 3), case
         if "weight gradient" in case:
-            assert row["plan"] == (sm90_tokens.__name__ if row["rows"] >= 1024 else "Triton"), case
+            assert row["plan"] == sm90_tokens.__name__, case
         else:
             across = "input gradient" in case
             plan = product_plan(row["rows"], row["k"] if across else row["n"], row["leaves"], across)

@@ -112,7 +112,7 @@ def arms(case: Case) -> Arms:
         wanted = backend.weight_grad("chain", x, dy, index, offsets, TOKEN_CHAIN)
         timed: dict[str, Run] = {"torch": lambda: torch.mm(dy.T, x), "torch_fp32": lambda: torch.mm(dy.T, x, out_dtype=torch.float32)}
         timed["det_gemm"] = lambda: det_gemm_weight_grad(x, dy, index, offsets)
-        return Arms(timed, wanted, sm90_tokens.__name__ if sm90_tokens.takes(x, dy, index, LEAVES) else "Triton")
+        return Arms(timed, wanted, sm90_tokens.__name__ if sm90_tokens.takes(x, dy, LEAVES) else "Triton")
     across = case.kind == "input gradient"
     fp32 = case.kind == "shard" and case.layer in SPLIT_FORWARD
     a, w = _random(case.rows, n if across else k), _random(n, k)

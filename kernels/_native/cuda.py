@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from filelock import FileLock
@@ -28,6 +29,16 @@ _MOST_SHARED_BYTES = 8
 """The driver's number of the attribute "dynamic shared memory, at most"."""
 
 Argument = ctypes.Structure | ctypes.Array[ctypes.c_uint64]
+
+
+class Element(NamedTuple):
+    """An element type as the driver numbers it, and its bytes."""
+
+    value: int
+    size: int
+
+
+BF16, FLOAT32 = Element(9, 2), Element(7, 4)
 
 
 class CudaSource:
@@ -122,26 +133,28 @@ def tensor_maps(data: int, shape: tuple[int, int], stride: int, boxes: Sequence[
     room = (ctypes.c_uint64 * (words * len(boxes) + 8))()
     start = -ctypes.addressof(room) % 64
     for i, rows in enumerate(boxes):
-        _encode(ctypes.byref(room, start + 8 * words * i), data, (shape[1], shape[0]), (stride,), (64, rows))
+        _encode(ctypes.byref(room, start + 8 * words * i), data, (shape[1], shape[0]), (stride,), (64, rows), BF16)
     return (ctypes.c_uint64 * (words * len(boxes))).from_buffer(room, start)
 
 
-def tensor_map(data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
-    """The copy engine's view of a bf16 tensor at ``data``, as of :func:`tensor_maps`: innermost dimension first.
+def tensor_map(
+    data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], element: Element = BF16
+) -> ctypes.Array[ctypes.c_uint64]:
+    """The copy engine's view of a tensor at ``data``, as of :func:`tensor_maps`: innermost dimension first.
 
-    strides: elements between neighbours of every dimension but the innermost. box: what one copy takes, 64 of the innermost.
+    strides: elements between neighbours of every dimension but the innermost. box: what one copy takes, 128 bytes of the innermost.
     """
     room = (ctypes.c_uint64 * 24)()
     start = -ctypes.addressof(room) % 64
-    _encode(ctypes.byref(room, start), data, sizes, strides, box)
+    _encode(ctypes.byref(room, start), data, sizes, strides, box, element)
     return (ctypes.c_uint64 * 16).from_buffer(room, start)
 
 
-def _encode(view: object, data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
-    rank, bf16, no_interleave, swizzle_128, promote_256, zeros = len(sizes), 9, 0, 3, 3, 0
+def _encode(view: object, data: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], element: Element) -> None:
+    rank, no_interleave, swizzle_128, promote_256, zeros = len(sizes), 0, 3, 3, 0
     _checked(
-        "cuTensorMapEncodeTiled", view, bf16, rank, ctypes.c_void_p(data), (ctypes.c_uint64 * rank)(*sizes),
-        (ctypes.c_uint64 * (rank - 1))(*(2 * stride for stride in strides)), (ctypes.c_uint32 * rank)(*box),
+        "cuTensorMapEncodeTiled", view, element.value, rank, ctypes.c_void_p(data), (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*(element.size * stride for stride in strides)), (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(1 for _ in box)), no_interleave, swizzle_128, promote_256, zeros,
     )  # fmt: skip
 

@@ -2,8 +2,8 @@
 //
 // A stage holds 32 tokens, two groups of 16, read in place: the tensor copy engine copies runs of rows that lie one after the other; a token
 // that is missing (fill) is a row past the last, which reads as +0. `schedule` writes the runs once, for all blocks. A leaf restarts the
-// accumulator. Finished leaves wait in registers, pairs of leaves in shared memory, the first four leaves in the thread's own
-// workspace in global memory.
+// accumulator. Finished leaves and pairs of leaves wait in registers, the first four leaves in shared memory; from there a finished tile is
+// copied to the output while the next one is computed.
 //
 // Two blocks of a cluster, neighbours along the rows, share b: each copies every other step of it for both.
 
@@ -11,22 +11,21 @@
 #include "sm90_cluster.h"
 #include "wgmma.h"  // generated: multiply(acc, a, b, keep) for COLUMNS
 
-constexpr int COLUMNS = 192, STAGES = 6, CLUSTER = 2, LEAVES = 8;
+constexpr int COLUMNS = 128, STAGES = 10, CLUSTER = 2, LEAVES = 8;
 constexpr int DEPTH = 32, GROUP = 16, PIECE = DEPTH * LINE;  // a piece: 64 values of 32 tokens, swizzled over 128 bytes
 constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS, FLOATS = COLUMNS / 2, QUADS = FLOATS / 4;
 constexpr int WORKERS = 128 * CONSUMERS, THREADS = WORKERS + 128;
 constexpr int A_PIECES = ROWS / 64, B_PIECES = COLUMNS / 64, STAGE = (A_PIECES + B_PIECES) * PIECE;
 using Tiles = Grid<CLUSTER * ROWS, COLUMNS>;
 constexpr int LEVELS = 6;
-constexpr int DESK = 4 * FLOATS * WORKERS;
+constexpr int DESK = 4 * FLOATS * 128;                       // of a warpgroup
+constexpr int BOX_COLUMNS = 32, BOX = 64 * 4 * BOX_COLUMNS;  // of the output: a warpgroup's rows, lines swizzled over 128 bytes
 
 struct Maps { TensorMap level[LEVELS]; };  // boxes of 1, 2, 4 … tokens of a chunk, 32 tokens of all chunks
 
 struct Problem {
-    float* out;
-    float4* desks;
     int2* copies;  // per step and lane: first token of a run and log2 of its length, or −1; its place is the lane's
-    const long long *index, *offsets;
+    const long long *index, *offsets;  // index: null if row i is the token at place i of the leaves
     int rows, columns, tokens;
     __device__ __forceinline__ int steps(int leaf) const {
         return max(1, int(offsets[leaf + 1] - offsets[leaf] + DEPTH - 1) / DEPTH);  // an empty leaf is a step of fill
@@ -45,7 +44,7 @@ extern "C" __global__ void schedule(const Problem p) {
     while (leaf < LEAVES && step >= edge + p.steps(leaf)) edge += p.steps(leaf++);
     if (leaf == LEAVES) return;
     const long long at = p.offsets[leaf] + (step - edge) * DEPTH + lane;
-    const long long token = at < p.offsets[leaf + 1] ? p.index[at] : -1;
+    const long long token = at >= p.offsets[leaf + 1] ? -1 : p.index ? p.index[at] : at;
     const int here = token < 0 ? p.tokens : int(token), next = __shfl_down_sync(~0u, here, 1);
     const u32 follows = __ballot_sync(~0u, next == (here == p.tokens ? here : here + 1));
     int level = 0;
@@ -93,28 +92,69 @@ __device__ __forceinline__ void accumulate(float (&acc)[FLOATS], Ring<STAGES>& r
     if (lane < CLUSTER) barrier_arrive_at(before, lane);
 }
 
-// This thread's floats of a tile, every NaN as the quiet one: value[4j … 4j+3] = (row, 2 columns), (row + 8, 2 columns) of group j. One
-// instruction for each two: the compiler would compute all addresses and predicates before, in registers that the accumulators need.
-__device__ __forceinline__ void store(const Problem& p, const float (&value)[FLOATS], int row, int column, int lane) {
-    const int q = lane & 3, wide = p.columns - column - 2 * q, above = row < p.rows ? wide : 0, below = row + 8 < p.rows ? wide : 0;
-    float *const upper = p.out + (long long)row * p.columns + column + 2 * q, *const lower = upper + 8ll * p.columns;
+// What a warpgroup's threads put down in its part of shared memory, and the copy from there to the output.
+struct Desk {
+    u32 at;  // shared memory of this warpgroup
+    int thread, group;
+
+    __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+
+    // Nothing is copied from here any more.
+    __device__ __forceinline__ void await_copies() const {
+        if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        sync();
+    }
+
+    __device__ __forceinline__ void put(const float (&acc)[FLOATS]) const {
 #pragma unroll
-    for (int i = 0; i < FLOATS; i += 2)
-        asm volatile("{\n.reg .pred inside, nan;\n.reg .f32 x, y;\nsetp.gt.s32 inside, %3, %4;\n"
-                     "setp.nan.f32 nan, %0, %0;\nselp.f32 x, 0f7FC00000, %0, nan;\n"
-                     "setp.nan.f32 nan, %1, %1;\nselp.f32 y, 0f7FC00000, %1, nan;\n"
-                     "@inside st.global.v2.f32 [%2], {x, y};\n}" ::"f"(value[i]),
-                     "f"(value[i + 1]), "l"((i & 2 ? lower : upper) + i / 4 * 8), "r"(i & 2 ? below : above), "r"(i / 4 * 8)
-                     : "memory");
-}
+        for (int i = 0; i < QUADS; ++i)
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at + 16 * (i * 128 + thread)), "f"(acc[4 * i]), "f"(acc[4 * i + 1]),
+                         "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3]) : "memory");
+    }
+
+    __device__ __forceinline__ void join(float (&acc)[FLOATS]) const {
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            float4 v;
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                         : "r"(at + 16 * (i * 128 + thread)) : "memory");
+            acc[4 * i] = v.x + acc[4 * i], acc[4 * i + 1] = v.y + acc[4 * i + 1];
+            acc[4 * i + 2] = v.z + acc[4 * i + 2], acc[4 * i + 3] = v.w + acc[4 * i + 3];
+        }
+    }
+
+    // A tile to the output from `row` and `column` on; what lies outside is left out. Every NaN as the quiet one.
+    // value[4j … 4j+3] = (row, 2 columns), (row + 8, 2 columns) of group j of 8 columns.
+    __device__ __forceinline__ void store(const TensorMap& out, const float (&value)[FLOATS], int row, int column) const {
+        sync();  // all have read
+        const int lane = thread % 32, q = lane & 3, r = thread / 32 * 16 + lane / 4;
+        const u32 line = at + r * LINE + (q & 1) * 8, chunk = ((q >> 1) ^ (r & 7)) << 4;
+#pragma unroll
+        for (int i = 0; i < FLOATS; i += 2) {
+            const float x = value[i] == value[i] ? value[i] : __int_as_float(0x7FC00000);
+            const float y = value[i + 1] == value[i + 1] ? value[i + 1] : __int_as_float(0x7FC00000);
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(line + (chunk ^ (i / 4 % 4 << 5)) + i / 16 * BOX + (i & 2 ? 8 * LINE : 0)),
+                         "f"(x), "f"(y) : "memory");
+        }
+        shared_written();
+        sync();
+        if (thread == 0) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS / BOX_COLUMNS; ++c)
+                asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&out),
+                             "r"(column + BOX_COLUMNS * c), "r"(row), "r"(at + c * BOX) : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) product(
-    const __grid_constant__ Maps a, const __grid_constant__ Maps b, const Problem p) {
+    const __grid_constant__ Maps a, const __grid_constant__ Maps b, const __grid_constant__ TensorMap out, const Problem p) {
     extern __shared__ unsigned char dynamic[];
     const u32 start = (address(dynamic) + 1023) & ~1023u;
-    const u32 full = start + STAGES * STAGE + DESK, empty = full + 8 * STAGES;
+    const u32 full = start + STAGES * STAGE + CONSUMERS * DESK, empty = full + 8 * STAGES;
     unsigned char* const base = dynamic + (start - address(dynamic));
-    int* const leaf_steps = (int*)(base + STAGES * STAGE + DESK + 16 * STAGES);
+    int* const leaf_steps = (int*)(base + STAGES * STAGE + CONSUMERS * DESK + 16 * STAGES);
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
     const u32 rank = rank_in_cluster();
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
@@ -162,45 +202,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     }
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    float4* const desk = (float4*)(base + STAGES * STAGE) + threadIdx.x;
-    float4* const far = p.desks + (long long)blockIdx.x * QUADS * WORKERS + threadIdx.x;
-    float acc[FLOATS], left[FLOATS];
+    const Desk desk{start + STAGES * STAGE + group * DESK, int(threadIdx.x % 128), group};
+    float acc[FLOATS], leaf_done[FLOATS], pair_done[FLOATS];
     Ring<STAGES> ring(0);
     for (int tile = cluster; tile < p.tiles(); tile += clusters) {
-        int row, column;
-        p.place(tile, rank, row, column);
-        row += group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll 1
         for (int leaf = 0; leaf < LEAVES; leaf += 2) {
-            accumulate(left, ring, leaf_steps[leaf], start, full, group, lane);
+            accumulate(acc, ring, leaf_steps[leaf], start, full, group, lane);
+#pragma unroll
+            for (int i = 0; i < FLOATS; ++i) leaf_done[i] = acc[i];
             accumulate(acc, ring, leaf_steps[leaf + 1], start, full, group, lane);
 #pragma unroll
-            for (int i = 0; i < FLOATS; ++i) acc[i] = left[i] + acc[i];
+            for (int i = 0; i < FLOATS; ++i) acc[i] = leaf_done[i] + acc[i];
             if (leaf & 2) {
 #pragma unroll
-                for (int i = 0; i < QUADS; ++i) {
-                    const float4 v = desk[i * WORKERS];
-                    acc[4 * i] = v.x + acc[4 * i], acc[4 * i + 1] = v.y + acc[4 * i + 1];
-                    acc[4 * i + 2] = v.z + acc[4 * i + 2], acc[4 * i + 3] = v.w + acc[4 * i + 3];
-                }
+                for (int i = 0; i < FLOATS; ++i) acc[i] = pair_done[i] + acc[i];
                 if (leaf & 4) {
-#pragma unroll
-                    for (int i = 0; i < QUADS; ++i) {
-                        const float4 v = __ldcg(far + i * WORKERS);
-                        left[4 * i] = v.x, left[4 * i + 1] = v.y, left[4 * i + 2] = v.z, left[4 * i + 3] = v.w;
-                    }
-#pragma unroll
-                    for (int i = 0; i < FLOATS; ++i) acc[i] = left[i] + acc[i];
+                    desk.join(acc);
+                    int row, column;
+                    p.place(tile, rank, row, column);
+                    desk.store(out, acc, row + group * 64, column);
+                } else {
+                    desk.await_copies();
+                    desk.put(acc);
                 }
-            } else if (leaf + 2 < LEAVES) {
+            } else {
 #pragma unroll
-                for (int i = 0; i < QUADS; ++i) desk[i * WORKERS] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+                for (int i = 0; i < FLOATS; ++i) pair_done[i] = acc[i];
             }
-            if (leaf == 2)
-#pragma unroll
-                for (int i = 0; i < QUADS; ++i) __stcg(far + i * WORKERS, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
-            if (leaf + 2 == LEAVES) store(p, acc, row, column, lane);
         }
     }
+    desk.await_copies();
     cluster_sync();
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rlk.kernels._native.cuda import CudaKernel, CudaSource, ran, tensor_map, tensor_maps
+from rlk.kernels._native.cuda import FLOAT32, CudaKernel, CudaSource, ran, tensor_map, tensor_maps
 from rlk.kernels._native.wgmma import instruction
 from rlk.kernels._triton.launch import processors
 from rlk.kernels.det_gemm.sm90 import NATIVE, PARTS
@@ -16,45 +16,47 @@ from rlk.kernels.dispatch import hopper
 
 SOURCE = CudaSource("det_gemm", Path(__file__).with_name("sm90_tokens.cu.h"), *PARTS, NATIVE / "wgmma.py", Path(__file__))
 LEAVES = 8
-ROWS, COLUMNS, DEPTH, STAGES = 128, 192, 32, 6
+ROWS, COLUMNS, DEPTH, STAGES = 128, 128, 32, 10
 """Rows and columns of a block's tile, tokens of a stage, stages of the ring."""
 _CHUNK, _CLUSTER, _WORKERS, _SCHEDULE_THREADS = 64, 2, 256, 128
-_LEAST_WEIGHTS, _MOST_FILL = 1 << 20, 1.125
+_LEAST_WEIGHTS, _MOST_FILL = 1 << 20, 1.03
 SHARED_BYTES = 1024 + STAGES * ((ROWS + COLUMNS) * DEPTH * 2 + 16) + 4 * _WORKERS * COLUMNS // 2 + 4 * LEAVES
-"""Shared memory of a block: stages, barriers, pairs of leaves that wait, steps of each leaf."""
+"""Shared memory of a block: stages, barriers, leaves that wait, steps of each leaf."""
 
 
 class _Problem(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "desks", "copies", "index", "offsets")),
+        *((name, ctypes.c_void_p) for name in ("copies", "index", "offsets")),
         *((name, ctypes.c_int) for name in ("rows", "columns", "tokens")),
     ]
 
 
-def takes(x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, leaves: int) -> bool:
-    """Whether this card has this kernel, there is enough to do for it, and its copy engine can read the operands in long runs.
-
-    Much fill in ``index`` means samples of a few hundred tokens and runs of a few, each of which costs as much as a long one.
-    """
+def takes(x: torch.Tensor, dy: torch.Tensor, leaves: int) -> bool:
+    """Whether this card has this kernel, there is enough to do for it, and its copy engine can read the operands."""
     if not hopper(x.device) or not x.numel() or leaves != LEAVES or x.shape[1] * dy.shape[1] < _LEAST_WEIGHTS:
-        return False
-    if index.numel() > _MOST_FILL * x.shape[0]:
         return False
     return all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1 and t.shape[1] % _CHUNK == 0 for t in (x, dy))
 
 
-def weight_grad(op: str, x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
-    """out = dyᵀ·x, [N, K] fp32, contracted over tokens in leaf order (``det_gemm_weight_grad``)."""
+def short_runs(index: torch.Tensor, tokens: int) -> bool:
+    """Whether so many groups of ``index`` are filled up that samples are short, or their runs of tokens end inside most steps.
+
+    Then the copy engine takes longer to read rows in place than to have them gathered before.
+    """
+    return index.numel() > _MOST_FILL * tokens
+
+
+def weight_grad(op: str, x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor | None, offsets: torch.Tensor, out: torch.Tensor) -> None:
+    """out = dyᵀ·x, [N, K] fp32, contracted over tokens in leaf order (``det_gemm_weight_grad``); no index: the rows lie in leaf order."""
     rows, columns = out.shape
-    steps = index.numel() // DEPTH + LEAVES  # at most: a leaf may end inside a step
-    copies = index.new_empty(steps, DEPTH)
+    steps = (x.shape[0] if index is None else index.numel()) // DEPTH + LEAVES  # at most: a leaf may end inside a step
+    copies = offsets.new_empty(steps, DEPTH)
     tiles = -(-rows // (_CLUSTER * ROWS)) * -(-columns // COLUMNS)
     blocks = min(tiles, processors(out.device) // _CLUSTER) * _CLUSTER
-    desks = out.new_empty(blocks * _WORKERS * COLUMNS // 2)  # the first four leaves wait here
-    problem = _Problem(*(t.data_ptr() for t in (out, desks, copies, index, offsets)), rows, columns, x.shape[0])
+    problem = _Problem(copies.data_ptr(), None if index is None else index.data_ptr(), offsets.data_ptr(), rows, columns, x.shape[0])
     product, schedule = _kernels(out.device)
     schedule.launch(-(-32 * steps // _SCHEDULE_THREADS), (problem,), out.device)
-    product.launch(blocks, (_maps(dy, ROWS), _maps(x, COLUMNS), problem), out.device)
+    product.launch(blocks, (_maps(dy, ROWS), _maps(x, COLUMNS), _out_map(out.data_ptr(), rows, columns), problem), out.device)
     ran(op, SOURCE)
 
 
@@ -81,3 +83,9 @@ def _mapped(data: int, shape: tuple[int, int], stride: int, chunks: int) -> ctyp
     runs = tensor_maps(data, shape, stride, [1 << level for level in range(DEPTH.bit_length() - 1)])
     step = tensor_map(data, (_CHUNK, tokens, width // _CHUNK), (stride, _CHUNK), (_CHUNK, DEPTH, chunks))
     return (ctypes.c_uint64 * (len(runs) + len(step)))(*runs, *step)
+
+
+@functools.lru_cache(maxsize=4096)
+def _out_map(data: int, rows: int, columns: int) -> ctypes.Array[ctypes.c_uint64]:
+    """Boxes of a warpgroup's 64 rows and 32 columns."""
+    return tensor_map(data, (columns, rows), (columns,), (32, 64), FLOAT32)

@@ -93,6 +93,12 @@ def tokens(report: Report) -> None:
         found.fill_(7.0)
         replay()
         report.same("sm90 weight gradient in a graph", f"{lengths} {n} {k}", _bits(found), _bits(wanted))
+        report.same(
+            "sm90 weight gradient, as chosen",
+            f"{lengths} {n} {k}",
+            _bits(gemm.weight_grad("det_gemm.weight_grad", x, dy, index, offsets)),
+            _bits(wanted),
+        )
         if lengths == SAMPLES[0][0]:
             moved = torch.cat([index[1:32], index[:1], index[32:]])  # a token goes from one group to another
             sm90_tokens.weight_grad("det_gemm.weight_grad", x, dy, moved, offsets, found)
