@@ -375,8 +375,19 @@ def test_two_ranks_answer_as_one(setup: Setup) -> None:
     os.kill(ranks[1]["pid"], signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"EngineRefusal: .*rollout rank 1 \(process \d+\) ended"):
         setup.spare("generate", requests)
-    with pytest.raises(RuntimeError, match="EngineRefusal: mode='native' with tensor_parallel_size=2"):
-        setup.spare("start", checkpoint=setup.first, mode="native", tensor_parallel_size=2)
+
+
+def test_two_native_ranks_serve_new_weights(setup: Setup) -> None:
+    setup.spare("start", checkpoint=setup.first, mode="native", tensor_parallel_size=2)
+    asked = [request(0, 33, temperature=0.0, max_tokens=8)]
+    (before,) = setup.spare("generate", asked)
+    assert setup.spare("load_weights", setup.second, 1) == setup.hashes[1]
+    (after,) = setup.spare("generate", asked)
+    ranks = setup.spare("readback")["ranks"]
+    assert [(rank["model_hash"], rank["kernels"]) for rank in ranks] == [(setup.hashes[1], [])] * 2
+    assert (after.weight_version, after.support) == (1, None)
+    torch.testing.assert_close(torch.tensor(after.logprobs[0]), torch.tensor(first_logprob(setup.second, after)), atol=6e-2, rtol=0)
+    assert after.logprobs[0] != before.logprobs[0]
 
 
 def test_unsupported_features_stop_a_strict_start(setup: Setup) -> None:

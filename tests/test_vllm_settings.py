@@ -162,7 +162,7 @@ def test_contradictions_are_refused() -> None:
         ({"mode": "both"}, "neither 'strict' nor 'native'"),
         ({"device": "tpu"}, "neither 'cpu' nor 'cuda'"),
         ({"device": "cpu"}, "enforce_eager=False on the CPU"),
-        ({"mode": "native", "tensor_parallel_size": 2}, "mode='native' with tensor_parallel_size=2"),
+        ({"mode": "ffn", "eager": True, "tensor_parallel_size": 2}, "mode='ffn' with tensor_parallel_size=2: run a mixed engine on one"),
         ({"transport": "gloo"}, "transport='gloo' does not move bytes between ranks of vLLM on cuda: use peer or nccl"),
         ({"device": "cpu", "eager": True, "transport": "peer"}, "transport='peer' does not .* on cpu: use gloo"),
     ):
@@ -176,6 +176,7 @@ def test_ranks_on_cards_write_each_others_memory_unless_told_otherwise() -> None
         assert transport_of(SimpleNamespace(additional_config=given["additional_config"])) == expected
         assert given["disable_custom_all_reduce"] is True
     assert "distributed_executor_backend" not in wanted().arguments()
+    assert wanted(mode="native", tensor_parallel_size=2).arguments()["disable_custom_all_reduce"] is False
 
 
 def test_default_graphs_reach_exactly_to_the_largest_step() -> None:

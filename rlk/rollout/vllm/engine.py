@@ -17,8 +17,8 @@ from rlk.parallel.rendezvous import LOOPBACK
 from rlk.parallel.transport import Transport
 from rlk.rollout.requests import eos_token_ids, refusal, refused_response, require_distinct
 from rlk.rollout.vllm import convert
-from rlk.rollout.vllm.plugin import register
-from rlk.rollout.vllm.settings import EngineRefusal
+from rlk.rollout.vllm.plugin import register_imported
+from rlk.rollout.vllm.settings import EngineRefusal, architecture
 from rlk.rollout.vllm.wanted import Device, Wanted, default_cudagraph_sizes
 
 
@@ -66,9 +66,9 @@ class VllmEngine:
         fewer rows than a graph is filled up.
         max_model_len: tokens of prompt and response together. max_num_batched_tokens: budget of one step, which longer prompts are chunked
         by. kv_cache_bytes: size of the paged cache of each rank. stop_token_ids: None takes the checkpoint's end-of-sequence ids. seed: of
-        native draws. tensor_parallel_size: ranks that share the model, strict mode only; more than one run in processes of their own, each
-        on its share of the CPUs or on a card of its own, which needs a process to start from as separate_process does. transport: what
-        moves their bytes; None is gloo on the CPU and peer on cards, which also take nccl.
+        native draws. tensor_parallel_size: ranks that share the model, one for a mixed one; more run in processes of their own, each on
+        its share of the CPUs or on a card of its own, which needs a process to start from as separate_process does. transport: what moves
+        the bytes of strict ranks; None is gloo on the CPU and peer on cards, which also take nccl. Native ranks sum as vLLM does.
         rpc_timeout: seconds. engine_options: further arguments of ``vllm.LLM``.
         Raises CheckpointError or EngineRefusal, each naming what is wrong.
         """
@@ -111,7 +111,7 @@ class VllmEngine:
                 f"device={device!r}, but the vLLM installed here is built for {current_platform.device_type!r}: install vLLM for {device}"
             )
         if mode != "native":
-            register()
+            register_imported(architecture(routes_of(mode)))
         self._llm = LLM(**arguments, **(engine_options or {}))
         self._rpc("rlk_start")
         found = self._ranks("rlk_readback")
@@ -204,6 +204,10 @@ class VllmEngine:
             {**(f["rank"] or {}), **{name: f[name] for name in ("model_hash", "kernels", "kv_cache", "pid", "threads")}} for f in found
         ]
         return {"mode": self.mode, **found[0], "ranks": ranks, "counters": self._counters()}
+
+    def peak_memory(self) -> list[dict[str, int]]:
+        """Of each rank since its start: most bytes on its card that torch had reserved, and of them allocated."""
+        return self._ranks("rlk_peak_memory")
 
     def close(self) -> None:
         """Stop the engine and release its process group; the object is unusable afterwards, the process may start another engine."""

@@ -159,6 +159,10 @@ class WorkerExtension:
         plain: dict[str, Any] = json.loads(json.dumps(found))
         return plain
 
+    def rlk_peak_memory(self) -> dict[str, int]:
+        """Most bytes on this rank's card that torch had reserved, and of them allocated."""
+        return {"peak_reserved": torch.cuda.max_memory_reserved(), "peak_allocated": torch.cuda.max_memory_allocated()}
+
     def _rlk_graphs(self, on: bool) -> None:
         """Replay captured graphs again, or run every step eagerly: a replayed graph shows no intermediates."""
         dispatcher = getattr(self.model_runner, "cudagraph_dispatcher", None)

@@ -67,10 +67,9 @@ class Wanted:
             raise EngineRefusal("enforce_eager=False on the CPU: vLLM captures graphs on a card only")
         if self.mode in MIXED_MODES and not self.eager:
             raise EngineRefusal(f"enforce_eager=False with mode={self.mode!r}: graphs are captured of strict and native models only")
-        if self.mode != "strict" and self.tensor_parallel_size > 1:
+        if self.mode in MIXED_MODES and self.tensor_parallel_size > 1:
             ranks = self.tensor_parallel_size
-            raise EngineRefusal(f"mode={self.mode!r} with tensor_parallel_size={ranks}: run the {self.mode} engine on one rank")
-
+            raise EngineRefusal(f"mode={self.mode!r} with tensor_parallel_size={ranks}: run a mixed engine on one rank")
         if self.transport not in (None, *TRANSPORTS[self.device]):
             usable = " or ".join(TRANSPORTS[self.device])
             raise EngineRefusal(f"transport={self.transport!r} does not move bytes between ranks of vLLM on {self.device}: use {usable}")
@@ -89,7 +88,7 @@ class Wanted:
             "disable_log_stats": False,
         }
         if self.tensor_parallel_size > 1:
-            asked |= {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+            asked |= {"distributed_executor_backend": "mp", "disable_custom_all_reduce": self.mode != "native"}
         if self.device == "cuda":
             asked["gpu_memory_utilization"] = _UNUSED_SHARE
         if self.mode == "native":
