@@ -97,7 +97,7 @@ def _pages(
 
 
 def decode(lengths: tuple[int, ...], taken: tuple[int, ...], heads: int, kv_heads: int, dim: int, tile: int, split: int) -> None:
-    """At most as many rows as sequences, some of which have none and some several; splits in one program, in several, and in too many."""
+    """At most as many rows as sequences, some of which have none and some several; by one program to more than there are splits."""
     rows, cu, scale = sum(lengths), torch.tensor([0, *lengths]).cumsum(0), dim**-0.5
     q, k, v = (bf16(rows, h, dim) for h in (heads, kv_heads, kv_heads))
     out, _ = attention.run_attention(q, k, v, cu, scale, tile, split)
@@ -105,9 +105,29 @@ def decode(lengths: tuple[int, ...], taken: tuple[int, ...], heads: int, kv_head
     cache, table = pages(k, v, lengths)
     keys = attention.paged(cache, table, torch.tensor(lengths))
     segments = attention.Segments(torch.tensor([0, *taken]).cumsum(0), len(lengths), triton_forward.PAGED.value)
-    for programs in (1, 2, 5):
+    for programs in (1, 2, 5, 16):
         got = attention.run_decode(q[picked], keys, segments, scale, tile, split, programs=programs)
         same(f"decode by {programs}, {tile}/{split}", got, out[picked], 1e-3)
+    table[-1, 0] = -1
+    got = attention.run_decode(q[picked], keys, segments, scale, tile, split, programs=2)
+    kept = len(picked) - taken[-1]
+    assert bool(got[kept:].isnan().all()), f"{tile}/{split}: a visible page outside the cache must give NaN in a decode step"
+    same(f"decode beside a page outside the cache, {tile}/{split}", got[:kept], out[picked][:kept], 1e-3)
+
+
+def rows_of_no_sequence(first: int, count: int, behind: int, tile: int, split: int) -> None:
+    """Offsets that nothing has checked: rows in front of the first sequence, and behind the last, are left as they are."""
+    rows, at, scale = first + count + behind, slice(first, first + count), 16**-0.5
+    q, k, v = (bf16(rows, h, 16) for h in (3, 1, 1))
+    alone = attention.run_attention(q[at], k[at], v[at], torch.tensor([0, count]), scale, tile, split)
+    segments = attention.whole(torch.tensor([first, first + count]))
+    for programs in (1, 2):
+        got = attention.run_forward(
+            "attention", q, attention.packed(k, v), segments, scale, tile, split, True, Tiles(16, tile, 4, 1), programs
+        )  # fmt: skip
+        for what, x, y in zip(("out", "lse2"), got, alone, strict=True):
+            same(f"{what} of {count} rows behind {first}, by {programs}", x[at], y, 1e-3)
+            assert bool(x[:first].isnan().all() and x[first + count :].isnan().all()), "rows of no sequence must not be written"
 
 
 def _owned(
@@ -181,6 +201,7 @@ if __name__ == "__main__":
     interpreter.InterpreterBuilder.create_dot = _dot
     attend((1, 19, 0, 40), 3, 1, 16, 16, 32)
     attend((26, 3), 2, 2, 24, 48, 0)
+    rows_of_no_sequence(41, 39, 5, 16, 32)
     decode((1, 19, 5, 140), (1, 1, 0, 1), 3, 1, 16, 16, 32)
     decode((1, 19, 60, 40, 3), (0, 0, 2, 1, 1), 2, 2, 24, 48, 0)
     fused.ROWS = 4

@@ -24,8 +24,9 @@ from rlk.kernels.checked import check_once
 
 SOURCE = TritonSource("attention")
 LARGEST_TILE, LARGEST_DIM = 128, 256
-RESIDENT = 2  # programs of a decode step that a multiprocessor holds at once; more than all hold would wait for a second turn
+RESIDENT = 2  # programs of a decode step that a multiprocessor holds at once
 WORKSPACE = 1 << 28  # most fp32 values of split states that are kept in memory; beyond it a program joins its own splits
+STEP_WORKSPACE = 1 << 25  # the same of a decode step: graphs of steps keep theirs
 
 
 class Tiles(NamedTuple):
@@ -182,7 +183,7 @@ def run_decode(
 ) -> torch.Tensor:  # fmt: skip
     """out [T, Hq, D] of a step over pages with at most as many rows as sequences.
 
-    programs: how many share the splits of a sequence and KV head; one joins them itself.
+    programs: how many share the splits of all sequences, for each KV head.
     """
     (rows, heads, dim), q = q.shape, _heads(q)
     _require_size("attention.paged", kv_tile, dim)
@@ -193,19 +194,19 @@ def run_decode(
     assert keys.table is not None
     group, splits = heads // keys.heads, triton.cdiv(keys.longest, kv_split) if kv_split else 1
     tiles = tiles or decode_tiles(kv_tile, dim)
-    if programs is None:
-        programs = RESIDENT * processors(q.device) // (segments.number * keys.heads)
-    programs = max(1, min(programs, splits))
+    if programs is None:  # all that the card holds at once, a whole number of times, and one for each sequence
+        at_once = max(1, RESIDENT * processors(q.device) // keys.heads)
+        programs = min(at_once * triton.cdiv(segments.number, at_once), segments.number * splits)
     states = rows * heads * splits
-    fold = programs == 1 or states * dim > WORKSPACE or rows * keys.heads > COUNTERS
+    fold = splits == 1 or states * dim > STEP_WORKSPACE or rows * keys.heads > COUNTERS
     part, arrived = (out, out) if fold else (q.new_empty(states * (dim + 2), dtype=torch.float32), counters(q.device))
     SOURCE.launch(
-        attention_decode, (segments.number, keys.heads, 1 if fold else programs),
-        q, keys.k, keys.v, out, part, arrived, segments.table, keys.lengths, keys.table, rows, scale * math.log2(math.e), q.stride(0),
-        q.stride(1), *keys.strides, keys.table.stride(0), keys.longest, keys.pages, splits,
+        attention_decode, (segments.number if fold else programs, keys.heads),
+        q, keys.k, keys.v, out, part, arrived, segments.table, keys.lengths, keys.table, segments.number, rows, scale * math.log2(math.e),
+        q.stride(0), q.stride(1), *keys.strides, keys.table.stride(0), keys.longest, keys.pages, splits,
         op="attention.paged", warps=tiles.warps, stages=tiles.stages, GROUP=group, DIM=dim,
         BLOCK_M=max(tiles.m, triton.next_power_of_2(group)), BLOCK_D=max(16, triton.next_power_of_2(dim)), KV_TILE=kv_tile,
-        KV_SPLIT=kv_split, PAGE=keys.page, FOLD=fold, **overlap.constants(),
+        KV_SPLIT=kv_split, PAGE=keys.page, FOLD=fold, SEARCHED=32 if segments.number <= 32 else 256, **overlap.constants(),
     )  # fmt: skip
     return out
 

@@ -79,7 +79,7 @@ def attention_query_gradient(
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     segment, offset = find_block(segments, count, block, KIND, STEP)
     row, rows, position, other, _ = describe(segments, segments, tokens, segment, KIND)
-    if offset >= rows:
+    if (offset < 0) | (offset >= rows):
         return
     state = tl.arange(0, BLOCK_M)
     place = offset + state // GROUP
@@ -155,7 +155,7 @@ def attention_key_gradient(
     kv_heads = tl.num_programs(1)
     segment, offset = find_block(segments, count, tl.program_id(0), KIND, BLOCK_N)
     row, rows, position, other, length = describe(segments, segments, tokens, segment, KIND)
-    if offset >= rows:
+    if (offset < 0) | (offset >= rows):
         return
     place = offset + tl.arange(0, BLOCK_N)
     real = place < rows

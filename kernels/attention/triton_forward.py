@@ -33,7 +33,7 @@ def find_block(segments, count, block, KIND: tl.constexpr, STEP: tl.constexpr):
         i = base + tl.arange(0, SEARCH)
         first = tl.load(segments + i * stride, mask=i < count, other=0).to(tl.int32)
         before += tl.sum(((i < count) & (first // STEP + i <= block)).to(tl.int32), 0)
-    segment = before - 1
+    segment = tl.maximum(before, 1) - 1
     first = tl.load(segments + segment * stride).to(tl.int32)
     return segment, (block - first // STEP - segment) * STEP
 
@@ -119,7 +119,7 @@ def attend_tile(
         bad += (known == 0).to(tl.int32)
         place = tl.where(known, page, 0).to(tl.int64) * page_stride
         k_at = k + (place + (key % PAGE) * k_row_stride)[:, None] + d[None, :]
-        v_at = v + (place + (key % PAGE) * v_row_stride)[:, None] + d[None, :]
+        v_at = v + (place + (key % PAGE) * k_row_stride)[:, None] + d[None, :]
     else:
         k_at = k + (key.to(tl.int64) * k_row_stride)[:, None] + d[None, :]
         v_at = v + (key.to(tl.int64) * v_row_stride)[:, None] + d[None, :]
@@ -177,7 +177,7 @@ def attention_forward(
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a sequence first
     segment, offset = find_block(segments, count, block, KIND, STEP)
     row, rows, position, other, length = describe(segments, lengths, tokens, segment, KIND)
-    if offset >= rows:
+    if (offset < 0) | (offset >= rows):
         return
     state = tl.arange(0, BLOCK_M)
     place = offset + state // GROUP
@@ -247,9 +247,9 @@ def attention_join(
         i = base + tl.arange(0, SEARCH)
         first = tl.load(segments + i * stride, mask=i < count, other=0).to(tl.int32)
         before += tl.sum(((i < count) & (first <= row)).to(tl.int32), 0)
-    first, rows, position, _, _ = describe(segments, lengths, tokens, before - 1, KIND)
+    first, rows, position, _, _ = describe(segments, lengths, tokens, tl.maximum(before, 1) - 1, KIND)
     visible = tl.minimum(position + row - first + 1, splits * KV_SPLIT)
-    if row >= first + rows:
+    if (row < first) | (row >= first + rows):
         return
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)

@@ -82,14 +82,18 @@ class Pages:
         position = torch.arange(rows, device="cuda")
         self.cache[self.table[position // page].long(), :, position % page] = torch.cat((b.k[:rows], b.v[:rows]), dim=-1)
 
-    def run(self, q: torch.Tensor, spans: Sequence[tuple[int, int]], tile: int = TILE, split: int = SPLIT) -> torch.Tensor:
-        """Rows first … end-1 for each (first, end) in one step; every span is a sequence of its own that shares these pages."""
+    def step(self, spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, page table, first rows and lengths of one step over rows first … end-1 for each (first, end), each its own sequence."""
         rows = torch.cat([torch.arange(*span) for span in spans]).cuda()
         table = torch.full((len(spans), len(self.table)), -7, dtype=torch.int32, device="cuda")
         ends = torch.tensor([end for _, end in spans], device="cuda")
         used = torch.arange(len(self.table), device="cuda") < ((ends + self.page - 1) // self.page)[:, None]
         table = torch.where(used, self.table, table)
-        starts = offsets([end - first for first, end in spans])
+        return rows, table, offsets([end - first for first, end in spans]), ends
+
+    def run(self, q: torch.Tensor, spans: Sequence[tuple[int, int]], tile: int = TILE, split: int = SPLIT) -> torch.Tensor:
+        """Rows first … end-1 for each (first, end) in one step; every span is a sequence of its own that shares these pages."""
+        rows, table, starts, ends = self.step(spans)
         return paged_attention(q[rows], self.cache, table, starts, ends, scale=SCALE, kv_tile=tile, kv_split=split, backend=BACKEND)
 
 
@@ -219,6 +223,13 @@ def tiles(report: Report) -> None:
         got = backend.run_forward("attention", b.q, keys, segments, SCALE, TILE, SPLIT, True, tiles=case, programs=programs)
         report.same("forward tiles", f"{case} {programs}", got[0], out)
         report.same("forward tiles", f"{case} {programs} lse2", got[1], lse2)
+    pages = Pages(b, 16, lengths[0])
+    for spans in ([(n - 1, n) for n in range(1, lengths[0], 7)], [(n - 1, n) for n in (2100, 1, 700, 256, 257)]):
+        rows, table, starts, ends = pages.step(spans)
+        keys, segments = backend.paged(pages.cache, table, ends), backend.Segments(starts, len(spans), triton_forward.PAGED.value)
+        for programs in (1, 5, 33, 300, 1000):
+            got = backend.run_decode(b.q[rows], keys, segments, SCALE, TILE, SPLIT, programs=programs)
+            report.same("decode by any number of programs", f"{len(spans)} sequences, {programs}", got, out[rows])
 
 
 def tiles_backward(report: Report) -> None:
