@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 
 from rlk.acceptance.judge import BACKENDS_OF
-from rlk.acceptance.matrix import SNAPSHOT_WORKLOAD, enumerate_cells, several_cards
+from rlk.acceptance.matrix import RANK_FACTS, SNAPSHOT_WORKLOAD, enumerate_cells, several_cards
 from rlk.acceptance.validate import KERNEL_ID
 from rlk.contract.judgments import OPERATORS
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SCOPES = {"ws1": ("ws1",), "ws2": ("ws2",), "engines": ("chain", "integration", "ablation", "control")}
-REQUIRED = {cell.cell_id: cell for cell in enumerate_cells("cuda") if cell.required and not several_cards(cell)}
-"""Cells of one card. Those of several cards have no result yet: they are younger than the run."""
+REQUIRED = {cell.cell_id: cell for cell in enumerate_cells("cuda") if cell.required}
 DIGEST = re.compile(r"[0-9a-f]{64}")
 PLACES = {"run_id", "date", "command", "commit", "dirty", "tree_digest", "card", "driver", "cuda", "packages"}
-OUTCOMES = {"required", "green", "red", "missing", "elements_compared", "kernels", "vendor", "trouble", "files"}
+OUTCOMES = {"required", "green", "red", "missing", "elements_compared", "several_cards", "kernels", "vendor", "trouble", "files"}
 SHARED = ("run_id", "commit", "tree_digest", "packages", "card", "driver", "files", "trouble")
 
 
@@ -62,6 +61,21 @@ def test_every_required_cell_is_green_or_waits_for_published_weights(name: str) 
     assert set(summary["green"]) == required - waiting
     assert len(summary["green"]) + len(summary["missing"]) == summary["required"] == len(required)
     assert summary["elements_compared"] > 0
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_cells_of_several_cards_say_which_ranks_there_were_and_how_their_parts_were_joined(name: str) -> None:
+    summary = read(name)
+    assert set(summary["several_cards"]) == {cell_id for cell_id in summary["green"] if several_cards(REQUIRED[cell_id])}
+    for facts in summary["several_cards"].values():
+        assert set(facts) == set(RANK_FACTS)
+        assert {"cuda:0", "cuda:1"} <= set(re.findall(r"cuda:\d", str(facts["communication"])))
+        assert "(r0+r1)" in facts["reduction_order"].values()
+
+
+def test_two_cards_were_joined_over_nccl_and_over_peer_memory() -> None:
+    carried = str([facts["communication"] for name in SCOPES for facts in read(name)["several_cards"].values()])
+    assert all(transport in carried for transport in ("nccl", "peer"))
 
 
 def _backend(kernel_id: str) -> str:
@@ -140,3 +154,5 @@ def test_the_memory_checks_saw_the_planted_faults_and_covered_the_same_parts() -
     assert record["failed"] == failed == []
     assert len(parts) == 1
     assert len(*parts) > 2 * len(OPERATORS)
+    own = {each for name in SCOPES for each in read(name)["kernels"] if each.startswith(("cuda:", "triton:"))}
+    assert all(own <= set(ran) for ran in record["kernels"].values())
