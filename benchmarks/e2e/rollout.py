@@ -114,10 +114,13 @@ class Arm:
         return self._answer()
 
     def close(self) -> None:
-        """End the process and those that it has started."""
+        """End the process and those that it has started; nothing if it has ended by itself."""
         import psutil
 
-        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.append(psutil.Process(self.process.pid))
+            family += family[0].children(recursive=True)
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
