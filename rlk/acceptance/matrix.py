@@ -81,7 +81,7 @@ RANK_FACTS = ("topology", "ranks", "communication", "reduction_order")
 
 
 CARDS = 2
-"""What the cells that want more than one card want; ranks that are more share these."""
+"""How many cards those cells want that want more than one: a card for each rank of an engine."""
 
 
 def several_cards(cell: Cell) -> bool:
