@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class Ran:
     calls: int
 
 
+_AS_IT_IS: AbstractContextManager[object] = nullcontext()
 _lock = threading.Lock()
 _ran: dict[tuple[str, str, str], int] = {}
 
@@ -44,6 +46,13 @@ def declared(device: torch.device) -> str:
 def hopper(device: torch.device) -> bool:
     """Whether ``device`` is a card of sm_90, for which some operators have kernels of their own in the table of "triton"."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make the card ``device`` torch's current one; the host loses no time where it is that already, or no card."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _AS_IT_IS
+    return torch.cuda.device(device)
 
 
 def select(op: str, table: Backends, backend: str | None, device: torch.device) -> Callable[..., Any]:

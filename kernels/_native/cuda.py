@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 
 from rlk.kernels._native.build import NativeBuildError, cache_root
-from rlk.kernels.dispatch import record
+from rlk.kernels.dispatch import current, record
 from rlk.kernels.overlap import overlaps
 
 FLAGS = ("--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
@@ -111,10 +111,10 @@ class CudaKernel:
 
         waits: the kernel itself waits before it touches what others write, and may be on the card early (``rlk.kernels.overlap``).
         """
-        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        with torch.cuda.device(device):
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        with current(device):
             _hold_context()
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))  # as Triton asks for it
             if not (waits and overlaps()):
                 _checked("cuLaunchKernel", self._function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, pointers, None)
                 return

@@ -9,14 +9,14 @@ import functools
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlk.kernels.dispatch import BackendUnavailable, record
+from rlk.kernels.dispatch import BackendUnavailable, current, record
 
 HERE = Path(__file__).parent
 
@@ -97,7 +97,7 @@ class TritonSource:
             _recorded.append(Launch(self.op, kernel, arguments, constants, options))
             return
         tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
-        with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+        with current(tensor.device):
             kernel[grid](*arguments, **constants, **options)
         for ran in (op,) if isinstance(op, str) else op or ():
             record(ran, "triton", self.kernel_id)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch.library import CustomOpDef
 
 from rlk.kernels._triton import from_triton
+from rlk.kernels.direct import differentiable
 from rlk.kernels.dispatch import Backends
 
 
@@ -25,13 +27,13 @@ class Products(Protocol):
 class Operators(NamedTuple):
     """forward(x, w, splits, grad_splits, out_dtype), differentiable in x; input_part(dy, w, splits); weight_grad(x, dy, index, offsets).
 
-    input_grad is the torch operator of forward's gradient.
+    library: the torch operators of forward and of its gradient.
     """
 
-    forward: CustomOpDef
+    forward: Callable[..., torch.Tensor]
     input_part: Callable[..., torch.Tensor]
     weight_grad: Callable[..., torch.Tensor]
-    input_grad: CustomOpDef
+    library: tuple[CustomOpDef, CustomOpDef]
 
 
 def register(op: str, name: str, device: str, products: Products) -> Operators:
@@ -48,23 +50,16 @@ def register(op: str, name: str, device: str, products: Products) -> Operators:
     def _(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
         return dy.new_empty(dy.shape[0], w.shape[1], dtype=torch.bfloat16)
 
-    def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-        _, w, _, ctx.grad_splits, _ = inputs
-        ctx.save_for_backward(w)
-
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        (w,) = ctx.saved_tensors
-        return gradient(dy, w, ctx.grad_splits), None, None, None, None
-
-    operator.register_autograd(backward, setup_context=setup)
-    return _operators(op, operator, gradient, products)
+    operator.register_autograd(partial(_backward, gradient), setup_context=_setup)
+    return _operators(op, operator, (operator, gradient), products)
 
 
 def register_device(op: str, operators: Operators, device: str, products: Products) -> Operators:
-    """The same torch operators on tensors of another device."""
-    for operator, function in zip((operators.forward, operators.input_grad), _functions(op, products), strict=True):
+    """The same torch operators on tensors of another device; its forward is called as it is (``rlk.kernels.direct``)."""
+    forward, input_grad = _functions(op, products)
+    for operator, function in zip(operators.library, (forward, input_grad), strict=True):
         operator.register_kernel(device, function)
-    return _operators(op, operators.forward, operators.input_grad, products)
+    return _operators(op, differentiable(forward, _setup, partial(_backward, input_grad)), operators.library, products)
 
 
 def backends(op: str, cpu: Operators, vendor: Operators) -> tuple[Backends, Backends, Backends]:
@@ -86,11 +81,21 @@ def _functions(op: str, products: Products) -> tuple[Callable[..., torch.Tensor]
     return forward, input_grad
 
 
-def _operators(op: str, forward: CustomOpDef, input_grad: CustomOpDef, products: Products) -> Operators:
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, w, _, ctx.grad_splits, _ = inputs
+    ctx.save_for_backward(w)
+
+
+def _backward(gradient: Callable[..., torch.Tensor], ctx, dy):  # type: ignore[no-untyped-def]
+    (w,) = ctx.saved_tensors
+    return gradient(dy, w, ctx.grad_splits), None, None, None, None
+
+
+def _operators(op: str, forward: Callable[..., torch.Tensor], library: tuple[CustomOpDef, CustomOpDef], products: Products) -> Operators:
     def input_part(dy: torch.Tensor, w: torch.Tensor, splits: int) -> torch.Tensor:
         return products.input_grad(f"{op}.input_grad", dy, w, splits, torch.float32)
 
     def weight_grad(x: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         return products.weight_grad(f"{op}.weight_grad", x, dy, index, offsets)
 
-    return Operators(forward, input_part, weight_grad, input_grad)
+    return Operators(forward, input_part, weight_grad, library)

@@ -34,11 +34,15 @@ def _(ids: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return weight.new_empty(ids.shape[0], weight.shape[1])
 
 
-def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    """Nothing is kept: neither ids nor weight have a gradient here."""
+
+
+def backward(ctx, dy):  # type: ignore[no-untyped-def]
     return None, None, None
 
 
-embedding.register_autograd(_backward)
+embedding.register_autograd(backward, setup_context=setup)
 
 
 def weight_grad(ids: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ import triton.language as tl
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.numerics import pair_tree
 from rlk.kernels.checked import check_once
-from rlk.kernels.embedding.cpu import check_ids, embedding
+from rlk.kernels.direct import differentiable
+from rlk.kernels.embedding import cpu
 
 SOURCE = TritonSource("embedding")
 _BLOCK = 1024
@@ -59,10 +60,13 @@ def copy(ids: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tens
     return y
 
 
-@embedding.register_kernel("cuda")
-def _(ids: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    check_once(ids, ("embedding", vocab_size), lambda: check_ids(ids, vocab_size))
+@cpu.embedding.register_kernel("cuda")
+def run_forward(ids: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    check_once(ids, ("embedding", vocab_size), lambda: cpu.check_ids(ids, vocab_size))
     return copy(ids, weight, vocab_size)
+
+
+embedding = differentiable(run_forward, cpu.setup, cpu.backward)
 
 
 def add_runs(ids: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -82,7 +86,7 @@ def add_runs(ids: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: 
 
 
 def weight_grad(ids: torch.Tensor, dy: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    check_once(ids, ("embedding.weight_grad", rows, index), lambda: check_ids(ids, rows, index[index >= 0]))
+    check_once(ids, ("embedding.weight_grad", rows, index), lambda: cpu.check_ids(ids, rows, index[index >= 0]))
     return add_runs(ids, dy, index, offsets, rows)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,20 +71,20 @@ def _(logits, ids, temperature, support, active, lse, seed, vocab_size):  # type
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     logits, ids, temperature, support, active, ctx.vocab_size, *_ = inputs
     _, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(logits, ids, temperature, support, active, lse)
 
 
-def _backward(ctx, seed, _lse_grad):  # type: ignore[no-untyped-def]
+def backward(gradient: Callable[..., torch.Tensor], ctx, seed, _lse_grad):  # type: ignore[no-untyped-def]
     logits, ids, temperature, support, active, lse = ctx.saved_tensors
-    dlogits = torch.ops.rlk.logp_backward(logits, ids, temperature, support, active, lse, seed, ctx.vocab_size)
+    dlogits = gradient(logits, ids, temperature, support, active, lse, seed, ctx.vocab_size)
     return dlogits, None, None, None, None, None, None, None, None
 
 
-logp.register_autograd(_backward, setup_context=_setup)
+logp.register_autograd(partial(backward, logp_backward), setup_context=setup)
 
 
 def part(

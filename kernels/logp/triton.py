@@ -7,6 +7,7 @@ number of tiles a program takes nor the range of columns that is in memory can c
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.launch import processors
 from rlk.kernels._triton.numerics import column_tree, exp, log, row_tree, with_quiet_nan
+from rlk.kernels.direct import differentiable
 from rlk.kernels.logp import cpu
 from rlk.kernels.logp.shards import Columns
 
@@ -305,10 +307,7 @@ def part_gradient(
     return rows.slopes(_unit_columns(logits), 0, lse, seed, torch.float32)
 
 
-logp = cpu.logp
-
-
-@logp.register_kernel("cuda")
+@cpu.logp.register_kernel("cuda")
 def run_logp(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None, active: torch.Tensor | None,
     vocab_size: int, padded_vocab: int, shards: int, vocab_tile: int,
@@ -326,6 +325,9 @@ def run_backward(
 ) -> torch.Tensor:  # fmt: skip
     rows = Rows("logp.backward", ids, temperature, support, active, min(vocab_size, logits.shape[1]))
     return rows.slopes(_unit_columns(logits), 0, lse, seed, torch.float32)
+
+
+logp = differentiable(run_logp, cpu.setup, partial(cpu.backward, run_backward))
 
 
 def examples() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from rlk.kernels.rms_norm.cpu import LIBRARY, gamma_roots
+from rlk.kernels.rms_norm.cpu import LIBRARY, backward, gamma_roots, setup
 
 
 @torch.library.custom_op("rlk::qk_norm", mutates_args=(), device_types="cpu")
@@ -34,17 +36,7 @@ def _(x: torch.Tensor, gamma: torch.Tensor, dy: torch.Tensor, eps: float) -> tor
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, gamma, ctx.eps = inputs
-    ctx.save_for_backward(x, gamma)
-
-
-def _backward(ctx, dy):  # type: ignore[no-untyped-def]
-    x, gamma = ctx.saved_tensors
-    return torch.ops.rlk.qk_norm_backward(x, gamma, dy, ctx.eps), None, None
-
-
-qk_norm.register_autograd(_backward, setup_context=_setup)
+qk_norm.register_autograd(partial(backward, qk_norm_backward), setup_context=setup)
 
 
 def shard_gamma_grads(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from rlk.kernels.qk_norm.cpu import qk_norm, qk_norm_backward
+from rlk.kernels.direct import differentiable
+from rlk.kernels.qk_norm import cpu
+from rlk.kernels.rms_norm.cpu import backward, setup
 from rlk.kernels.rms_norm.triton import gamma_roots, gradient, normalise
 
 
-@qk_norm.register_kernel("cuda")
-def _(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
+@cpu.qk_norm.register_kernel("cuda")
+def run_forward(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
     return normalise("qk_norm", x, gamma, eps)
 
 
-@qk_norm_backward.register_kernel("cuda")
-def _(x: torch.Tensor, gamma: torch.Tensor, dy: torch.Tensor, eps: float) -> torch.Tensor:
+@cpu.qk_norm_backward.register_kernel("cuda")
+def run_backward(x: torch.Tensor, gamma: torch.Tensor, dy: torch.Tensor, eps: float) -> torch.Tensor:
     return gradient("qk_norm.backward", x, gamma, dy, eps)
+
+
+qk_norm = differentiable(run_forward, setup, partial(backward, run_backward))
 
 
 def shard_gamma_grads(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,17 +41,17 @@ def _(x: torch.Tensor, gamma: torch.Tensor, dy: torch.Tensor, eps: float) -> tor
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, gamma, ctx.eps = inputs
     ctx.save_for_backward(x, gamma)
 
 
-def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+def backward(gradient: Callable[..., torch.Tensor], ctx, dy):  # type: ignore[no-untyped-def]
     x, gamma = ctx.saved_tensors
-    return torch.ops.rlk.rms_norm_backward(x, gamma, dy, ctx.eps), None, None
+    return gradient(x, gamma, dy, ctx.eps), None, None
 
 
-rms_norm.register_autograd(_backward, setup_context=_setup)
+rms_norm.register_autograd(partial(backward, rms_norm_backward), setup_context=setup)
 
 
 def gamma_roots(

@@ -7,6 +7,8 @@ heads and give the gradients of wide rows, with these bytes.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,8 @@ import triton.language as tl
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.fold import fold_leaves
 from rlk.kernels._triton.numerics import bf16, column_tree, reciprocal_root, row_tree
-from rlk.kernels.rms_norm import sm90
-from rlk.kernels.rms_norm.cpu import rms_norm, rms_norm_backward
+from rlk.kernels.direct import differentiable
+from rlk.kernels.rms_norm import cpu, sm90
 
 SOURCE = TritonSource("rms_norm")
 
@@ -166,14 +168,17 @@ def gamma_roots(
     return out
 
 
-@rms_norm.register_kernel("cuda")
-def _(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
+@cpu.rms_norm.register_kernel("cuda")
+def run_forward(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
     return normalise("rms_norm", x, gamma, eps)
 
 
-@rms_norm_backward.register_kernel("cuda")
-def _(x: torch.Tensor, gamma: torch.Tensor, dy: torch.Tensor, eps: float) -> torch.Tensor:
+@cpu.rms_norm_backward.register_kernel("cuda")
+def run_backward(x: torch.Tensor, gamma: torch.Tensor, dy: torch.Tensor, eps: float) -> torch.Tensor:
     return gradient("rms_norm.backward", x, gamma, dy, eps)
+
+
+rms_norm = differentiable(run_forward, cpu.setup, partial(cpu.backward, run_backward))
 
 
 def gamma_grad(x: torch.Tensor, dy: torch.Tensor, eps: float, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,13 +57,13 @@ def _(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Te
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, positions, table = inputs
     ctx.save_for_backward(positions, table)
 
 
-def _backward(ctx, dy):  # type: ignore[no-untyped-def]
-    return torch.ops.rlk.rope_backward(dy, *ctx.saved_tensors), None, None
+def backward(gradient: Callable[..., torch.Tensor], ctx, dy):  # type: ignore[no-untyped-def]
+    return gradient(dy, *ctx.saved_tensors), None, None
 
 
-rope.register_autograd(_backward, setup_context=_setup)
+rope.register_autograd(partial(backward, rope_backward), setup_context=setup)

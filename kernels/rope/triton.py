@@ -6,13 +6,16 @@ A position outside the table raises when it is seen on the host; in a replayed g
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from rlk.kernels._triton import TritonSource
 from rlk.kernels.checked import check_once
-from rlk.kernels.rope.cpu import check_positions, rope, rope_backward
+from rlk.kernels.direct import differentiable
+from rlk.kernels.rope import cpu
 
 SOURCE = TritonSource("rope")
 _ELEMENTS = 1024  # pairs of one program, at most
@@ -55,15 +58,18 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, invers
     return y
 
 
-@rope.register_kernel("cuda")
-def _(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    check_once(positions, ("rope", table.shape[1]), lambda: check_positions(positions, table.shape[1]))
+@cpu.rope.register_kernel("cuda")
+def run_forward(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    check_once(positions, ("rope", table.shape[1]), lambda: cpu.check_positions(positions, table.shape[1]))
     return rotate(x, positions, table, inverse=False)
 
 
-@rope_backward.register_kernel("cuda")
-def _(dy: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+@cpu.rope_backward.register_kernel("cuda")
+def run_backward(dy: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return rotate(dy, positions, table, inverse=True)
+
+
+rope = differentiable(run_forward, cpu.setup, partial(cpu.backward, run_backward))
 
 
 def examples() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,13 +40,13 @@ def _(gate_up: torch.Tensor, dy: torch.Tensor, shards: int) -> torch.Tensor:
     return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     gate_up, ctx.shards = inputs
     ctx.save_for_backward(gate_up)
 
 
-def _backward(ctx, dy):  # type: ignore[no-untyped-def]
-    return torch.ops.rlk.swiglu_backward(*ctx.saved_tensors, dy, ctx.shards), None
+def backward(gradient: Callable[..., torch.Tensor], ctx, dy):  # type: ignore[no-untyped-def]
+    return gradient(*ctx.saved_tensors, dy, ctx.shards), None
 
 
-swiglu.register_autograd(_backward, setup_context=_setup)
+swiglu.register_autograd(partial(backward, swiglu_backward), setup_context=setup)

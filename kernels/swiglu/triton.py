@@ -3,6 +3,8 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,8 @@ import triton.language as tl
 from rlk.kernels import overlap
 from rlk.kernels._triton import TritonSource
 from rlk.kernels._triton.numerics import silu, silu_slope
-from rlk.kernels.swiglu.cpu import swiglu, swiglu_backward
+from rlk.kernels.direct import differentiable
+from rlk.kernels.swiglu import cpu
 
 SOURCE = TritonSource("swiglu")
 _BLOCK = 512
@@ -49,7 +52,7 @@ def _grid(tokens: int, shards: int, width: int) -> tuple[int, int]:
     return tokens * shards, triton.cdiv(width, _BLOCK)
 
 
-@swiglu.register_kernel("cuda")
+@cpu.swiglu.register_kernel("cuda")
 def forward(gate_up: torch.Tensor, shards: int) -> torch.Tensor:
     tokens, columns = gate_up.shape
     y, width = gate_up.new_empty(tokens, columns // 2), columns // (2 * shards)
@@ -59,13 +62,16 @@ def forward(gate_up: torch.Tensor, shards: int) -> torch.Tensor:
     return y
 
 
-@swiglu_backward.register_kernel("cuda")
+@cpu.swiglu_backward.register_kernel("cuda")
 def backward(gate_up: torch.Tensor, dy: torch.Tensor, shards: int) -> torch.Tensor:
     tokens, columns = gate_up.shape
     dx, width = torch.empty_like(gate_up, memory_format=torch.contiguous_format), columns // (2 * shards)
     operands = gate_up.contiguous(), dy.contiguous(), dx
     SOURCE.launch(_backward, _grid(tokens, shards, width), *operands, width, op="swiglu.backward", warps=2, BLOCK=_BLOCK)
     return dx
+
+
+swiglu = differentiable(forward, cpu.setup, partial(cpu.backward, backward))
 
 
 def examples() -> None:

@@ -227,7 +227,9 @@ def planted(report: Report) -> None:
 
     tree = "s = tl.sum(row_tree(tl.reshape(column_tree(e), (1, LINE))), 0)"
     fault = (tree, "s = tl.sum(tl.sum(e, 0), 0)")
-    faulty = planted_module(backend, fault, ('@logp.register_kernel("cuda")\n', ""), ('@cpu.logp_backward.register_kernel("cuda")\n', ""))
+    faulty = planted_module(
+        backend, fault, ('@cpu.logp.register_kernel("cuda")\n', ""), ('@cpu.logp_backward.register_kernel("cuda")\n', "")
+    )
     report.same("control: row tree, 1 and 8 warps", "sums", run(backend, 1, 8), run(backend, 1, 1))
     report.differs("tl.sum of a tile, 1 and 8 warps", run(faulty, 1, 8), run(faulty, 1, 1))
     chunk = make(2048)
