@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ def term_of(logp: float, old: float, reference: float | None, advantage: float) 
     """One token among others, whose values do not matter to it."""
     row = lambda value: torch.tensor([-0.5, value, -0.7], dtype=torch.float64)
     made = token_terms(row(logp), row(old), None if reference is None else row(reference), row(advantage), PARAMS)
-    return TokenTerms(*(values[1] for values in vars(made).values()))
+    made.require_finite()
+    return TokenTerms(made.loss[1], made.slope[1], made.kl[1], made.clipped[1], made.wrong[1], {})
 
 
 def sample(sample_id: int, answer: int, logprob: float = 0.0) -> Sample:
@@ -90,6 +92,15 @@ def test_far_scores_are_refused() -> None:
         term_of(0.0, -1e4, None, 1.0)
     with pytest.raises(LossError, match="loss nan"):
         term_of(float("nan"), -1.0, None, 1.0)
+    with pytest.raises(LossError, match=re.escape("logprob 0.0, old -10000.0, reference -1.0, advantage 1.0")):
+        term_of(0.0, -1e4, -1.0, 1.0)
+
+
+def test_a_batch_with_a_far_score_has_slopes_and_no_summary() -> None:
+    loss = BatchLoss([sample(0, 2)], [1.0], [0], [[-1e4, -1.0]], None, GrpoParams())
+    loss.seeds(micro_batch([sample(0, 2)], DEFAULT), torch.tensor([-1.0, -1.0]))
+    with pytest.raises(LossError, match="too far apart"):
+        loss.summary()
 
 
 def test_terms_are_the_formula_on_python_numbers() -> None:

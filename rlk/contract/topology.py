@@ -39,7 +39,8 @@ def leaf_positions(length: int, leaf: int, canonical_cp: int = DEFAULT.canonical
     """Positions of one sequence in leaf ``leaf``: the real tokens of blocks leaf and 2·canonical_cp-1-leaf, ascending."""
     w = block_size(length, canonical_cp)
     mirror = 2 * canonical_cp - 1 - leaf
-    return tuple(p for block in (leaf, mirror) for p in range(block * w, min((block + 1) * w, length)))
+    first, second = (range(block * w, min((block + 1) * w, length)) for block in (leaf, mirror))
+    return (*first, *second)
 
 
 def token_leaves(

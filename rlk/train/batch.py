@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rlk.contract.numerics import ContractError, Numerics
 from rlk.contract.records import Request, Response
 from rlk.contract.topology import local_token_leaves, token_leaves, zigzag_positions
 from rlk.train.context import Context, context_of
+
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,13 @@ class MicroBatch:
 
 
 def _moved(held: MicroBatch | Context, device: torch.device) -> dict[str, Any]:
-    return {f.name: value.to(device) for f in fields(held) if isinstance(value := getattr(held, f.name), torch.Tensor)}
+    return {f.name: on_device(value, device) for f in fields(held) if isinstance(value := getattr(held, f.name), torch.Tensor)}
+
+
+def on_device(held: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on ``device``; to a card from pinned memory, so that the host does not wait until it has done what it was
+    told before."""
+    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
 
 
 def micro_batch(samples: Sequence[Sample], numerics: Numerics, cp: int = 1, rank: int = 0) -> MicroBatch:
@@ -133,20 +142,18 @@ def micro_batch(samples: Sequence[Sample], numerics: Numerics, cp: int = 1, rank
     mine = [positions[rank] for positions in held]
     starts = [0, *accumulate(len(positions) for positions in mine)]
     place = _places(held)
-    ids: list[int] = []
-    positions: list[int] = []
-    joined: list[int] = []
-    own: list[tuple[int, int, int, float, tuple[int, ...] | None]] = []
-    for at, (sample, rows) in enumerate(zip(samples, mine)):
-        tokens, answer, count = sample.ids, sample.response.token_ids, lengths[at]
-        ids += [tokens[p] if p < count else 0 for p in rows]
-        positions += [p if p < count else 0 for p in rows]
-        supports, temperature = sample.response.support or (None,) * len(answer), sample.request.sampling.scoring_temperature
-        for position, target, kept in zip(range(count - len(answer) - 1, count - 1), answer, supports):
-            row = place[at, position]
-            if row // starts[-1] == rank:
-                own.append((len(joined), row % starts[-1], target, temperature, kept))
-            joined.append(row)
+    ids: list[Integers] = []
+    positions: list[Integers] = []
+    for sample, rows in zip(samples, mine):
+        tokens, at = np.array(sample.ids, dtype=np.int64), np.array(rows, dtype=np.int64)
+        real = at < len(tokens)
+        positions.append(np.where(real, at, 0))
+        ids.append(np.where(real, tokens[positions[-1]], 0))
+    answers = [sample.response.token_ids for sample in samples]
+    joined = np.concatenate([rows[n - len(answer) - 1 : n - 1] for rows, n, answer in zip(place, lengths, answers)])
+    which = np.flatnonzero(joined // starts[-1] == rank)
+    temperatures = [np.full(len(answer), s.request.sampling.scoring_temperature, np.float32) for s, answer in zip(samples, answers)]
+    supports = [kept for s, answer in zip(samples, answers) for kept in s.response.support or (None,) * len(answer)]
     # CP = 1 holds no padding, and leaves that index its rows are those of the whole batch.
     leaves = (
         token_leaves(lengths, numerics.canonical_cp, numerics.mma_k)
@@ -154,17 +161,17 @@ def micro_batch(samples: Sequence[Sample], numerics: Numerics, cp: int = 1, rank
         else local_token_leaves(lengths, cp, rank, numerics.canonical_cp, numerics.mma_k)
     )
     index, offsets = _integers(leaves.index), _integers(leaves.offsets)
-    which, rows_of, targets, temperatures, kept_ids = zip(*own) if own else ((), (), (), (), ())
-    scored = _integers(rows_of or (0,))
+    own = joined[which] % starts[-1]
+    scored = _integers(own if len(own) else (0,))
     return MicroBatch(
-        tuple(samples), _integers(ids), _integers(positions), _integers(starts), index, offsets,
-        None if cp == 1 else context_of(lengths, mine, place, starts), _integers(which), _integers(rows_of), _integers(targets),
-        torch.tensor(temperatures, dtype=torch.float32), tuple(kept_ids), _integers(joined), scored,
-        *_leaves_of(scored, index, offsets, starts[-1], numerics.mma_k),
+        tuple(samples), _integers(np.concatenate(ids)), _integers(np.concatenate(positions)), _integers(starts), index, offsets,
+        None if cp == 1 else context_of(lengths, mine, place, starts), _integers(which), _integers(own),
+        _integers(np.array(list(chain(*answers)))[which]), torch.from_numpy(np.concatenate(temperatures)[which]),
+        tuple(supports[at] for at in which), _integers(joined), scored, *_leaves_of(scored, index, offsets, starts[-1], numerics.mma_k),
     )  # fmt: skip
 
 
-def _integers(values: Sequence[int]) -> torch.Tensor:
+def _integers(values: Sequence[int] | Integers) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int64))  # several times as fast as torch.tensor
 
 
@@ -187,15 +194,14 @@ def held_positions(length: int, cp: int, numerics: Numerics) -> list[tuple[int, 
     return [zigzag_positions(length, cp, rank, numerics.canonical_cp) for rank in range(cp)]
 
 
-def _places(held: Sequence[Sequence[Sequence[int]]]) -> dict[tuple[int, int], int]:
-    """Row of (sample, position) when the rows of all ranks are joined in rank order; held[sample][rank] lists positions."""
-    result: dict[tuple[int, int], int] = {}
+def _places(held: Sequence[Sequence[Sequence[int]]]) -> list[Integers]:
+    """Of each sample, by position, the row when the rows of all ranks are joined in rank order; held[sample][rank] lists positions."""
+    result = [np.empty(sum(map(len, ranks)), dtype=np.int64) for ranks in held]
     row = 0
     for rank in range(len(held[0])):
-        for sample, positions in enumerate(held):
-            for position in positions[rank]:
-                result[sample, position] = row
-                row += 1
+        for rows, positions in zip(result, held):
+            rows[list(positions[rank])] = np.arange(row, row + len(positions[rank]))
+            row += len(positions[rank])
     return result
 
 

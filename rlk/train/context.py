@@ -5,12 +5,14 @@ Nothing is added across ranks: for the output and dQ a rank gathers K and V, for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rlk.contract.numerics import Numerics
 from rlk.kernels.attention.context import Segment, attend, delta, key_gradient, query_gradient
@@ -39,10 +41,8 @@ class Context:
         return result
 
 
-def context_of(
-    lengths: Sequence[int], mine: Sequence[Sequence[int]], place: Mapping[tuple[int, int], int], starts: Sequence[int]
-) -> Context:
-    """lengths: real tokens of each sample; mine: the positions this rank holds of each; place: joined row of (sample, position)."""
+def context_of(lengths: Sequence[int], mine: Sequence[Sequence[int]], place: Sequence[NDArray[np.int64]], starts: Sequence[int]) -> Context:
+    """lengths: real tokens of each sample; mine: the positions this rank holds of each; place: of each sample, joined rows by position."""
     real: list[int] = []
     segments: list[Segment] = []
     whole = [0, *accumulate(lengths)]
@@ -56,8 +56,8 @@ def context_of(
             else:
                 segments.append(Segment(len(real), 1, position, whole[sample], length))
             real.append(row)
-    order = [place[sample, position] for sample, length in enumerate(lengths) for position in range(length)]
-    return Context(torch.tensor(real, dtype=torch.int64), tuple(segments), torch.tensor(order, dtype=torch.int64))
+    order = np.concatenate([rows[:length] for rows, length in zip(place, lengths)])
+    return Context(torch.tensor(real, dtype=torch.int64), tuple(segments), torch.from_numpy(order))
 
 
 class ContextAttention(torch.autograd.Function):

@@ -8,7 +8,7 @@ Sources: Shao et al. 2024 (GRPO, eq. 3 and 4); Schulman et al. 2017 (clip, eq. 7
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,23 @@ class LossError(ValueError):
 @dataclass(frozen=True)
 class TokenTerms:
     """Tokens before normalisation, one value each [tokens]: fp64 loss and its derivative by the token's logprob; fp64 KL estimate; bool,
-    whether the clip took the gradient."""
+    whether the clip took the gradient; bool, whether the token's scores are too far apart. scores: what they come from, by name."""
 
     loss: torch.Tensor
     slope: torch.Tensor
     kl: torch.Tensor
     clipped: torch.Tensor
+    wrong: torch.Tensor
+    scores: Mapping[str, torch.Tensor]
+
+    def require_finite(self) -> None:
+        """Raise LossError for the first token whose ratio, loss or slope is not finite; the host waits for the card."""
+        if not bool(self.wrong.any()):
+            return
+        at = int(self.wrong.nonzero()[0, 0])
+        scores = ", ".join(f"{name} {float(values[at])}" for name, values in self.scores.items())
+        result = f"loss {float(self.loss[at])} with slope {float(self.slope[at])}"
+        raise LossError(f"{result} of {scores}: not finite or too far apart, score with the weights at hand")
 
 
 def advantages(rewards: Sequence[float], groups: Sequence[int]) -> tuple[list[float], list[int]]:
@@ -59,7 +70,7 @@ def token_terms(
     """-min(r·A, clip(r)·A) + kl_coef·(exp(d) - d - 1), r = exp(logp - old), d = reference - logp; fp64 [tokens] on one device.
 
     logp, old: the trainer's own scores now and before the update. reference: the frozen model's score; without one there is no KL term.
-    Raises LossError for the first token whose score is so far off that the result is not finite.
+    Nothing waits for a card: :meth:`TokenTerms.require_finite` does, when the result is wanted.
     """
     ratio = _exponential(logp - old, math.exp)
     growth = torch.zeros_like(logp) if reference is None else _exponential(reference - logp, math.expm1)
@@ -69,16 +80,9 @@ def token_terms(
     kl = growth if reference is None else growth - (reference - logp)
     loss = -torch.where(clipped, held, free) + params.kl_coef * kl
     slope = -torch.where(clipped, 0.0, free) - params.kl_coef * growth
-    far = ratio.isinf() | growth.isinf()
-    wrong = far | ~loss.isfinite() | ~slope.isfinite()
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0, 0])
-        frozen = None if reference is None else float(reference[at])
-        scores = f"logprob {float(logp[at])}, old {float(old[at])}, reference {frozen}"
-        if far[at]:
-            raise LossError(f"{scores} are too far apart: score with the weights at hand")
-        raise LossError(f"loss {float(loss[at])} with slope {float(slope[at])} at {scores}, advantage {float(advantage[at])}")
-    return TokenTerms(loss, slope, kl, clipped)
+    wrong = ratio.isinf() | growth.isinf() | ~loss.isfinite() | ~slope.isfinite()
+    scores = {"logprob": logp, "old": old, **({} if reference is None else {"reference": reference}), "advantage": advantage}
+    return TokenTerms(loss, slope, kl, clipped, wrong, scores)
 
 
 def _exponential(x: torch.Tensor, function: Callable[[float], float]) -> torch.Tensor:

@@ -87,7 +87,7 @@ class MixedModel(NativeModel):
                 return native_logp(sample, logits[:, : self.config.vocab_size].float())
             batch = self.tokens.batch(len(sample.ids))
             scores, bad = self.scoring.rows(batch, logits)
-            require_finite(int(bad))
+            require_finite(bad)
             return self.scoring.of_targets(batch, scores)
 
     def _computed(self, name: str) -> bool:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rlk.contract.update import GrpoParams
-from rlk.train.batch import MicroBatch, Sample
+from rlk.train.batch import MicroBatch, Sample, on_device
 from rlk.train.loss import LossError, TokenTerms, advantages, token_sum, token_terms
 
 Scores = Sequence[Sequence[float]]
@@ -75,18 +76,22 @@ class BatchLoss:
 
     def seeds(self, batch: MicroBatch, scores: torch.Tensor) -> torch.Tensor:
         """dL/dlogp of every target of a micro-batch from its fresh scores, divided by the active tokens of the whole batch; both fp64 or
-        fp32 in, fp64 out, [tokens] on the scores' device."""
+        fp32 in, fp64 out, [tokens] on the scores' device, for which the host does not wait: :meth:`summary` refuses what is not finite."""
         ids = [sample.sample_id for sample in batch.samples]
-        tokens = lambda of: torch.tensor([value for i in ids for value in of[i]], dtype=torch.float64, device=scores.device)
-        advantage = {i: [self._advantage[i]] * len(self._old[i]) for i in ids}
+        on = lambda values: on_device(torch.from_numpy(np.concatenate(values)), scores.device)
+        tokens = lambda of: on([np.array(of[i], dtype=np.float64) for i in ids])
         frozen = None if self._reference is None else tokens(self._reference)
-        terms = token_terms(scores.double(), tokens(self._old), frozen, tokens(advantage), self.params)
+        advantage = on([np.full(len(self._old[i]), self._advantage[i]) for i in ids])
+        terms = token_terms(scores.double(), tokens(self._old), frozen, advantage, self.params)
         self._terms[ids[0]] = terms
         return terms.slope / self.tokens
 
     def summary(self) -> LossSummary:
-        """Figures after every micro-batch has been through :meth:`seeds`; sums in token order."""
+        """Figures after every micro-batch has been through :meth:`seeds`; sums in token order. Raises LossError on a token whose terms
+        are not finite."""
         terms = [self._terms[first] for first in sorted(self._terms)]
+        for term in terms:
+            term.require_finite()
         scored = sum(term.loss.numel() for term in terms)
         if scored != self.tokens:
             raise LossError(f"{scored} of {self.tokens} tokens have been scored: run every micro-batch before the summary")

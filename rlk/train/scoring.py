@@ -73,13 +73,13 @@ class Scoring:
         seed[self._at(batch, len(scores))] = slopes[batch.own]
         return seed
 
-    def joined(self, batch: MicroBatch, scores: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
-        """Logprob of every response token of all samples, fp32 [tokens], on every rank, from the scores of each rank's rows."""
+    def joined(self, batch: MicroBatch, scores: torch.Tensor, bad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """On every rank, from the scores and bad rows that :meth:`rows` gave to each: logprob of every response token of all samples, fp32
+        [tokens], and what :func:`require_finite` wants to know of them, int64 []; the host does not wait for a card."""
         own = scores.new_zeros(batch.tokens)
         own[batch.rows] = self.of_targets(batch, scores.detach())
         every, worst = self.parallel.cp.all_gather_many([own, bad])
-        require_finite(int(worst.max()))
-        return every.flatten()[batch.joined]
+        return every.flatten()[batch.joined], worst.max()
 
     @staticmethod
     def _at(batch: MicroBatch, count: int) -> torch.Tensor:
@@ -106,8 +106,9 @@ def first_bad_row(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(first == len(logits), -1, first)
 
 
-def require_finite(row: int) -> None:
-    """Raise NonFiniteError for the first bad row, unless it is -1."""
+def require_finite(bad: torch.Tensor) -> None:
+    """Raise NonFiniteError for the first bad row, one int64, unless it is -1; the host waits for the card."""
+    row = int(bad)
     if row >= 0:
         raise NonFiniteError(f"logits of packed row {row} are not finite: trace the samples to find where it begins")
 

@@ -31,7 +31,7 @@ from rlk.train.modules import (
     StrictRow,
     strict_settings,
 )
-from rlk.train.scoring import Scoring, require_ids
+from rlk.train.scoring import Scoring, require_finite, require_ids
 from rlk.train.tokens import Tokens
 
 
@@ -103,17 +103,23 @@ class StrictModel:
         if trace is not None and not self.parallel.alone:
             raise ValueError("intermediates are recorded in a world of one: trace with TP = CP = 1")
         with torch.no_grad(), self.tokens.use(batch, trace):
-            return self.scoring.joined(batch, *self._logp(batch)).tolist()
+            scores, bad = self.scoring.joined(batch, *self._logp(batch))
+            require_finite(bad)
+            return scores.tolist()
 
     def accumulate(self, batch: MicroBatch, seeds: Seeds) -> None:
-        """Score with gradients, ask ``seeds`` for dL/dlogp of every response token, and fold the weight gradients."""
+        """Score with gradients, ask ``seeds`` for dL/dlogp of every response token, and fold the weight gradients.
+
+        The backward pass is on its way before the host waits to know whether the scores are finite: gradients mean nothing after an error.
+        """
         self._require(batch)
         with self.tokens.use(batch):
             scores, bad = self._logp(batch)
-            slopes = seeds(self.scoring.joined(batch, scores, bad)).float()
-            scores.backward(self.scoring.seeded(batch, scores, slopes))
+            every, worst = self.scoring.joined(batch, scores, bad)
+            scores.backward(self.scoring.seeded(batch, scores, seeds(every).float()))
             self.tokens.require_gradients(self.parameters)
             self.tokens.join()
+            require_finite(worst)
 
     def _require(self, batch: MicroBatch) -> None:
         if not self.parallel.alone:
