@@ -62,6 +62,9 @@ class FakeRollout:
         assert self.hash == announced
         return self.version, self.hash
 
+    def seconds(self) -> dict[str, float]:
+        return {"copy": 0.25}
+
     def readback(self) -> dict[str, Any]:
         return {"mode": self.mode, "model_hash": self.hash, "kernels": [KERNEL] if self.mode == "strict" else []}
 
@@ -107,6 +110,9 @@ class FakeTrain:
 
     def identity(self) -> tuple[int, str]:
         return self.version, model_hash(self.tensors)
+
+    def seconds(self) -> dict[str, float]:
+        return {"optimizer": 0.5}
 
     def readback(self) -> dict[str, Any]:
         return {"mode": self.mode, "model_hash": self.identity()[1], "kernels": [KERNEL] if self.mode == "strict" else []}
@@ -184,6 +190,8 @@ def test_a_good_run_is_on_record_and_valid(plan: Callable[..., RunPlan]) -> None
     assert RunSummary(directory=resolved.directory, manifest=summary.manifest, steps=summary.steps) == summary
     assert run_report(resolved.directory)[0] is not None
     assert "3/3" in step_line(summary.steps[-1], 3)
+    assert all(step.parts_s == {"train optimizer": 0.5, "rollout copy": 0.25} for step in summary.steps)
+    assert all(list(step.timings_s) == ["generate", "score", "compare", "reference", "update", "publish", "load"] for step in summary.steps)
 
 
 def test_the_trainer_is_never_sent_a_rollout_logprob(plan: Callable[..., RunPlan]) -> None:

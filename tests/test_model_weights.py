@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rlk.model import weights as checkpoints
 from rlk.model.config import CheckpointError, Qwen3Config
 from rlk.model.layout import hf_shapes
-from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hash
+from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hash, tensor_hashes
 
 CONFIG = Qwen3Config(
     vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -58,6 +61,46 @@ def test_hash_sees_every_bit_shape_dtype_and_name() -> None:
     assert tensor_hash(tensor.t().contiguous().t()) == tensor_hash(tensor)
     assert model_hash({"a": tensor, "b": minus_zero}) != model_hash({"a": minus_zero, "b": tensor})
     assert model_hash({"a": tensor, "b": minus_zero}) == model_hash({"b": minus_zero, "a": tensor})
+
+
+def plain_hash(tensor: torch.Tensor) -> str:
+    """What a hash means, in one line."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode() + raw).hexdigest()
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 24])
+def test_pieces_threads_and_order_change_no_hash(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(checkpoints, "_PIECE", piece)
+    tensors = {**weights(), "fp32": torch.randn(3, 5), "view": torch.randn(6, 4).t()[1:], "one": torch.ones(()), "none": torch.ones(0, 3)}
+    found = tensor_hashes(tensors)
+    assert found == {name: plain_hash(tensor) for name, tensor in tensors.items()}
+    assert list(found) == list(tensors)
+    lines = "".join(f"{name} {found[name]}\n" for name in sorted(found))
+    assert model_hash(tensors) == hashlib.sha256(lines.encode()).hexdigest()
+    last = tensors["fp32"].clone()
+    last.view(torch.uint8)[-1, -1] ^= 1
+    assert tensor_hash(last) != found["fp32"]
+
+
+def test_written_files_are_those_of_the_safetensors_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: written(file, data[:9], at))  # a disk may take less than it is given
+    save_checkpoint(tmp_path / "a", CONFIG, weights())
+    save_file(weights(), tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_the_hash_of_a_saved_checkpoint_is_that_of_its_bytes(tmp_path: Path) -> None:
+    class Restless(dict[str, torch.Tensor]):
+        """Weights that are others each time they are asked for."""
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            return super().__getitem__(name).add_(1)
+
+    tensors = Restless(weights())
+    saved = save_checkpoint(tmp_path / "a", CONFIG, tensors)
+    assert saved == load_checkpoint(tmp_path / "a").model_hash != model_hash(tensors)
 
 
 def test_saving_never_overwrites_and_leaves_nothing_behind(tmp_path: Path) -> None:

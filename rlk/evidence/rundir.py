@@ -59,10 +59,10 @@ class RunDirectory:
         """Write a new JSON file."""
         return self.write_text(name, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
-    def append_json(self, name: str, value: Any) -> None:
-        """Append one line of JSON and flush it to disk."""
+    def append_json(self, name: str, *values: Any) -> None:
+        """Append one line of JSON for each value and flush them to disk together."""
         with self._writable(name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(value, sort_keys=True, allow_nan=False) + "\n")
+            file.writelines(json.dumps(value, sort_keys=True, allow_nan=False) + "\n" for value in values)
             file.flush()
             os.fsync(file.fileno())
 

@@ -124,8 +124,12 @@ class RolloutActor(_Process):
     def load(self, path: Path, version: int, announced: str) -> Identity:
         """Serve a published checkpoint, which must hash to ``announced``; the prefix cache is dropped. Returns what is served now."""
         self._running.load_weights(path, version, announced=announced)
-        found = self._running.readback()
-        return found["weight_version"], found["model_hash"]
+        return self._running.identity()
+
+    @_plain_errors
+    def seconds(self) -> dict[str, float]:
+        """Of the parts of the last :meth:`load`, by name."""
+        return self._running.seconds()
 
     @_plain_errors
     def readback(self) -> dict[str, Any]:
@@ -145,7 +149,7 @@ class TrainActor(_Process):
     """One rank of a Megatron trainer, built anew for another checkpoint; it is never given a rollout's logprobs.
 
     device: "cpu", "cuda" or "cuda:1". port: rendezvous of the ranks on loopback. transport: how they exchange bytes. All ranks get the same
-    calls; they give the same answers but to :meth:`pid` and :meth:`readback`.
+    calls; they give the same answers but to :meth:`pid`, :meth:`seconds` and :meth:`readback`.
     """
 
     def __init__(
@@ -240,6 +244,11 @@ class TrainActor(_Process):
         """Version and hash of the weights that the model computes with."""
         found = self._running.readback()
         return found["weight_version"], found["model_hash"]
+
+    @_plain_errors
+    def seconds(self) -> dict[str, float]:
+        """Of the parts of the last :meth:`update`, by name."""
+        return self._running.clock.seconds
 
     @_plain_errors
     def readback(self) -> dict[str, Any]:

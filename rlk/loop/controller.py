@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import rlk
 from rlk.contract.records import Request, Response
 from rlk.evidence.bytes import compare, describe
+from rlk.evidence.clock import Clock
 from rlk.evidence.environment import freeze
 from rlk.evidence.provenance import Provenance, read_provenance
 from rlk.evidence.rundir import RunDirectory
@@ -226,8 +227,9 @@ class _Run:
         with clock("publish"):
             published = self._publish(step, train, published_version, before, metrics)
         with clock("load"):
-            served: Identity = rollout.call("load", self._weights(published_version), published_version, published)
+            loading = rollout.start("load", self._weights(published_version), published_version, published)
             held: Identity = train.call("identity")
+            served: Identity = loading.result()
         if not served == held == (published_version, published):
             raise _Stop(f"update {step}: published {(published_version, published)}, rollout serves {served}, trainer holds {held}")
         names = StepResult.model_fields.keys() & metrics.keys()
@@ -245,6 +247,11 @@ class _Run:
             rollout=served,
             train=held,
             timings_s=clock.seconds,
+            parts_s={
+                f"{side} {part}": seconds
+                for side, engine in (("train", train), ("rollout", rollout))
+                for part, seconds in engine.start("seconds").each()[0].items()
+            },
         )
 
     def _current(self) -> Identity:
@@ -270,6 +277,7 @@ class _Run:
     ) -> dict[int, float]:
         """Put every sample on record; returns rewards by sample id."""
         rewards: dict[int, float] = {}
+        lines = []
         for at, (request, response) in enumerate(zip(requests, responses, strict=True)):
             task, text = tasks[at // self.plan.group_size], self.tokenizer.decode(response.token_ids)
             rewards[response.sample_id] = reward_of(self.plan.checkpoint.kind, task, response.token_ids, text)
@@ -288,7 +296,8 @@ class _Run:
                 weight_version=response.weight_version,
                 retained=None if response.support is None else tuple(len(kept) for kept in response.support),
             )
-            self.files.append_json(SAMPLES, line.model_dump(mode="json"))
+            lines.append(line.model_dump(mode="json"))
+        self.files.append_json(SAMPLES, *lines)
         return rewards
 
     def _publish(self, step: int, train: Remote, version: int, before: str, metrics: Mapping[str, Any]) -> str:
@@ -357,19 +366,18 @@ class _Run:
         return self.provenance.model_copy(update={"problem": "the sources changed during the run"})
 
 
-class _Clock:
+class _Clock(Clock):
     """Seconds per phase; tells the observer which one begins."""
 
     def __init__(self, step: int, observer: Observer) -> None:
-        self.seconds: dict[str, float] = {}
+        super().__init__()
         self._step, self._observer = step, observer
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._observer.phase(self._step, name)
-        began = time.monotonic()
-        yield
-        self.seconds[name] = time.monotonic() - began
+        with super().__call__(name):
+            yield
 
 
 def _require_answers(step: int, requests: Sequence[Request], responses: Sequence[Response], version: int) -> None:

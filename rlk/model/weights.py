@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from rlk.model.config import CheckpointError, Qwen3Config
 from rlk.model.layout import check_shapes, hf_shapes
@@ -45,28 +46,46 @@ class Checkpoint:
 
 def tensor_hash(tensor: torch.Tensor) -> str:
     """SHA-256 (hex) over dtype, shape and raw row-major bytes, so that equal bytes of another shape or dtype hash differently."""
-    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
-    for piece in _host_pieces(tensor.detach().contiguous().reshape(-1).view(torch.uint8)):
-        digest.update(piece.numpy().data)
-    return digest.hexdigest()
+    return _hashed(tensor, lambda piece: None)
 
 
 def model_hash(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 (hex) over the sorted lines "name tensor_hash": the identity of a model, whatever files hold it."""
-    lines = "".join(f"{name} {found}\n" for name, found in sorted(tensor_hashes(tensors).items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return _joined(tensor_hashes(tensors))
 
 
 def tensor_hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """:func:`tensor_hash` of every tensor, asked for and hashed in a few threads, so that a mapping may make each when it is asked."""
+    return _for_each(tensors, lambda name: tensor_hash(tensors[name]))
+
+
+def _joined(hashes: Mapping[str, str]) -> str:
+    lines = "".join(f"{name} {found}\n" for name, found in sorted(hashes.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _for_each(tensors: Mapping[str, torch.Tensor], action: Callable[[str], str]) -> dict[str, str]:
+    """What ``action`` says of each name, in their order, from a few threads. Names outside the layers come first: a vocabulary weight
+    takes longest, and the others fill the time beside it."""
     with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
-        return dict(zip(tensors, pool.map(lambda name: tensor_hash(tensors[name]), tensors)))
+        begun = {name: pool.submit(action, name) for name in sorted(tensors, key=lambda name: "layers." in name)}
+        return {name: begun[name].result() for name in tensors}
+
+
+def _hashed(tensor: torch.Tensor, take: Callable[[memoryview], object]) -> str:
+    """:func:`tensor_hash`; ``take`` is given the same bytes, piece by piece."""
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
+    for piece in _host_pieces(tensor.detach().contiguous().reshape(-1).view(torch.uint8)):
+        held = piece.numpy().data
+        digest.update(held)
+        take(held)
+    return digest.hexdigest()
 
 
 def _host_pieces(raw: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of ``raw`` in host memory, in order; from a card through one pinned buffer, which the next piece overwrites."""
     if not raw.is_cuda:
-        yield raw
+        yield from raw.split(_PIECE)
         return
     with torch.cuda.device(raw.device):
         ready, stream = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -115,7 +134,7 @@ def save_checkpoint(
     companions: Path | None = None,
     files: Mapping[str, str] | None = None,
 ) -> str:
-    """Write ``tensors`` (HF names, bf16) as a Hugging Face checkpoint and return its model hash.
+    """Write ``tensors`` (HF names, bf16) as a Hugging Face checkpoint and return its model hash, taken of the very bytes that are written.
 
     companions: a checkpoint whose config.json, tokenizer and generation files are copied unchanged; without it config.json is produced.
     files: further text files by plain name. The directory appears whole or not at all (sibling directory, then rename).
@@ -124,10 +143,11 @@ def save_checkpoint(
     directory = Path(directory)
     if directory.exists():
         raise CheckpointError(f"{directory}: exists already; checkpoints are never overwritten, choose another directory")
-    check_shapes({name: tuple(t.shape) for name, t in tensors.items()}, hf_shapes(config), f"weights for {directory}")
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.bfloat16:
-            raise CheckpointError(f"weights for {directory}: tensor {name} is {tensor.dtype}, checkpoints hold torch.bfloat16")
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    check_shapes({name: shape for name, (shape, _) in found.items()}, hf_shapes(config), f"weights for {directory}")
+    for name, (_, dtype) in found.items():
+        if dtype != torch.bfloat16:
+            raise CheckpointError(f"weights for {directory}: tensor {name} is {dtype}, checkpoints hold torch.bfloat16")
     if companions is not None and Qwen3Config.from_json(companions) != config:
         raise CheckpointError(f"{companions}: its config.json describes another model than the weights for {directory}")
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
@@ -141,12 +161,44 @@ def save_checkpoint(
                     shutil.copyfile(companions / name, partial / name)
         for name, text in (files or {}).items():
             (partial / _plain_name(name, "files")).write_text(text, encoding="utf-8")
-        stored = {name: tensors[name].detach().cpu().contiguous() for name in hf_shapes(config)}
-        save_file(stored, partial / _SINGLE, metadata={"format": "pt"})
+        written = _write(partial / _SINGLE, tensors, hf_shapes(config))
         partial.rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return model_hash(stored)
+    return written
+
+
+def _write(file: Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Write bf16 ``tensors`` of these shapes as the safetensors library would, several at once, and return their model hash.
+
+    The format: size of the header in 8 bytes (little-endian), the header (JSON, filled with spaces to a multiple of 8), then the raw
+    row-major bytes of the tensors in the order of their names.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in sorted(shapes.items()):
+        begin, end = end, end + math.prod(shape) * torch.bfloat16.itemsize
+        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    head = len(header).to_bytes(8, "little") + header
+    with file.open("xb") as opened:
+        opened.write(head)
+        opened.truncate(len(head) + end)
+        opened.flush()
+
+        def stored(name: str) -> str:
+            at = len(head) + entries[name]["data_offsets"][0]
+
+            def put(piece: memoryview) -> None:
+                nonlocal at
+                while piece:
+                    done = os.pwrite(opened.fileno(), piece, at)
+                    at, piece = at + done, piece[done:]
+
+            return _hashed(tensors[name], put)
+
+        return _joined(_for_each(tensors, stored))
 
 
 def _weight_files(directory: Path) -> list[Path]:

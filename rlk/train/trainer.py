@@ -17,6 +17,7 @@ from rlk.contract.arms import MIXED_MODES, Mode, routes_of
 from rlk.contract.numerics import DEFAULT, ContractError, Numerics
 from rlk.contract.topology import Topology
 from rlk.contract.update import MAX_GRAD_NORM, AdamParams, GrpoParams
+from rlk.evidence.clock import Clock
 from rlk.kernels import dispatch
 from rlk.kernels.rope import table_hash
 from rlk.model import shards
@@ -83,7 +84,7 @@ class MegatronTrainer:
     strict run in one process.
     device: "cpu", "cuda" (the process's current card) or "cuda:1"; operators run on the backend of the device. state: where master
     weights, moments and the reference live; "host" keeps them in pinned memory and brings a tensor to the card when it is needed, at equal
-    bytes. transport: how ranks exchange bytes, see ``rlk.parallel.rendezvous.Transport``.
+    bytes. transport: how ranks exchange bytes, see ``rlk.parallel.rendezvous.Transport``. clock: seconds of the parts of :meth:`step`.
     Raises CheckpointError, ContractError, ProcessGroupError or MismatchError in one line.
     """
 
@@ -129,6 +130,7 @@ class MegatronTrainer:
             tp=self.parallel.tp, on_host=state == "host", fused=mode == "strict",
         )  # fmt: skip
         self._traffic: list[dict[str, Any]] = []
+        self.clock = Clock(self.device)
 
     def score(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Logprob of every response token under the present weights, fp32 values, aligned with ``samples``.
@@ -181,18 +183,22 @@ class MegatronTrainer:
         link = self.parallel.link
         link.traffic.reset()
         with link.unit("step", self._batch_note(samples, rewards, groups, old_scores, reference_scores, lr)):
-            self.optimizer.zero_gradients()
-            for batch in self._batches(samples):
-                self.model.accumulate(batch, partial(loss.seeds, batch))
-            summary = loss.summary()
+            with self.clock("gradients"):
+                self.optimizer.zero_gradients()
+                for batch in self._batches(samples):
+                    self.model.accumulate(batch, partial(loss.seeds, batch))
+                summary = loss.summary()
             before = self._model_hash
-            if not self.parallel.alone:
-                link.together(self.optimizer.require_padding)
-            norm, scale = self.optimizer.update(lr)
+            with self.clock("optimizer"):
+                if not self.parallel.alone:
+                    link.together(self.optimizer.require_padding)
+                norm, scale = self.optimizer.update(lr)
             self._traffic = link.traffic.rows()
-            gradients = shards.whole(self.optimizer.gradients, self.parallel.tp)
-            hashes = json.loads(link.lead(lambda: json.dumps(tensor_hashes(gradients))))
-            self._model_hash = self._hash()
+            with self.clock("gradient hashes"):
+                gradients = shards.whole(self.optimizer.gradients, self.parallel.tp)
+                hashes = json.loads(link.lead(lambda: json.dumps(tensor_hashes(gradients))))
+            with self.clock("model hash"):
+                self._model_hash = self._hash()
         return StepMetrics(
             **vars(summary),
             grad_norm=norm,

@@ -167,6 +167,19 @@ class VllmEngine:
         self._rpc("rlk_serve", version)
         return loaded
 
+    def identity(self) -> tuple[int, str]:
+        """Version that the worker serves, and the hash that it found when it took these weights. EngineRefusal while there is none."""
+        version, found = self._rpc("rlk_identity")
+        if version is None:
+            raise EngineRefusal("the weight version is unknown after a failed update: load a checkpoint again")
+        return version, found
+
+    def seconds(self) -> dict[str, float]:
+        """What the parts of the last :meth:`load_weights` took on the first rank: "read" the files and hash them, "copy", "hash" what is
+        live."""
+        found: dict[str, float] = self._ranks("rlk_seconds")[0]
+        return found
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. EngineRefusal if vLLM did not."""
         if self._llm.reset_prefix_cache() is not True:

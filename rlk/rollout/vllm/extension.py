@@ -16,6 +16,7 @@ import vllm
 from safetensors.torch import save_file
 
 from rlk.contract.topology import owned
+from rlk.evidence.clock import Clock
 from rlk.kernels import dispatch
 from rlk.model.config import Qwen3Config
 from rlk.model.routes import RouteLog
@@ -23,7 +24,7 @@ from rlk.model.weights import load_checkpoint, model_hash
 from rlk.rollout.vllm.mixed import MixedQwen3ForCausalLM
 from rlk.rollout.vllm.model import RlkQwen3ForCausalLM
 from rlk.rollout.vllm.sampler import StrictSampler
-from rlk.rollout.vllm.settings import EngineRefusal
+from rlk.rollout.vllm.settings import EngineRefusal, device_of
 
 
 class WorkerExtension:
@@ -33,11 +34,12 @@ class WorkerExtension:
     vllm_config: Any
     _rlk_version: int | None
     _rlk_hash: str
+    _rlk_clock: Clock
     _rlk_before: dict[tuple[str, str, str], int]
 
     def rlk_start(self) -> None:
         """Take the identity of the weights that vLLM loaded; counts of operators start here."""
-        self._rlk_version = None
+        self._rlk_version, self._rlk_clock = None, Clock(torch.device(device_of(self.vllm_config)))
         path = self.vllm_config.model_config.model
         self._rlk_hash = self._rlk_confirm(path, load_checkpoint(Path(path)).model_hash)
         if log := self._rlk_routes():
@@ -58,24 +60,36 @@ class WorkerExtension:
         Until :meth:`rlk_serve` the version is unknown. EngineRefusal, with the old weights and version untouched, if the files do not
         hash to ``announced`` or belong to another configuration; CheckpointError for a tensor that is missing, extra or misshapen.
         """
-        checkpoint = load_checkpoint(Path(path))
-        found = checkpoint.model_hash
+        clock = self._rlk_clock
+        with clock("read"):
+            checkpoint = load_checkpoint(Path(path))
+            found = checkpoint.model_hash
         if announced is not None and found != announced:
             raise EngineRefusal(f"{path}: weights hash to {found}, announced was {announced}: publish the checkpoint again")
         if checkpoint.config != Qwen3Config.from_json(Path(self.vllm_config.model_config.model)):
             raise EngineRefusal(f"{path}: its config.json differs from the model that this engine was built for: start another engine")
         self._rlk_version = None
         model = self.model_runner.get_model()
-        if isinstance(model, RlkQwen3ForCausalLM):
-            model.load_weights(checkpoint.tensors.items())
-        else:
-            self.reload_weights(weights_iterator=iter(checkpoint.tensors.items()))  # type: ignore[attr-defined]
-        self._rlk_hash = self._rlk_confirm(path, found)
+        with clock("copy"):
+            if isinstance(model, RlkQwen3ForCausalLM):
+                model.load_weights(checkpoint.tensors.items())
+            else:
+                self.reload_weights(weights_iterator=iter(checkpoint.tensors.items()))  # type: ignore[attr-defined]
+        with clock("hash"):
+            self._rlk_hash = self._rlk_confirm(path, found)
         return self._rlk_hash
 
     def rlk_serve(self, version: int) -> None:
         """Name the loaded weights; only then does the engine answer requests."""
         self._rlk_version = version
+
+    def rlk_identity(self) -> tuple[int | None, str]:
+        """Version that is served, and the hash of its weights, as it was found when they were taken."""
+        return self._rlk_version, self._rlk_hash
+
+    def rlk_seconds(self) -> dict[str, float]:
+        """Of the parts of the last :meth:`rlk_load_weights`."""
+        return self._rlk_clock.seconds
 
     def rlk_begin(self, supports: bool) -> int | None:
         """Forget earlier supports, and keep the next ones if they are asked for; the version about to serve, None while it is unknown."""
