@@ -16,7 +16,7 @@ from acceptance.chain import Chain, on_card, on_cpu
 from acceptance.once import Once
 from rlk.acceptance.cell import Cell, Platform
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, CROSS_RANKS, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD
+from rlk.acceptance.matrix import CHAIN_MODEL, CROSS_RANKS, CROSS_TRANSPORTS, SNAPSHOT_WORKLOAD, UPDATED_MODEL, WORKLOAD
 from rlk.contract.arms import MIXED_MODES, Mode
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_SNAPSHOT, ModelShape
 from rlk.contract.sampling import SamplingParams
@@ -104,18 +104,19 @@ class Runs:
             shutil.rmtree(weights, ignore_errors=True)
 
     def integration(self, cell: Cell) -> RunSummary:
-        """The run of an integration cell: a sampling row of the contract, each engine on one rank or, for ``CROSS``, on several."""
+        """The run of an integration cell: a sampling row of the contract, each engine on one rank or, of ``CROSS_TRANSPORTS``, several."""
         row = next(r for r in SAMPLING_ROWS if r.name == cell.workload.rpartition("-")[2])
-        if cell.subject == CROSS and self.platform != "cpu":
-            self.once("ranks", lambda: self._start_ranks(row))
+        if cell.subject in CROSS_TRANSPORTS and self.platform != "cpu":
+            self.once("ranks", lambda: self._start_ranks(cell.subject, row))
         return self.once(f"{cell.subject}-{row.name}", lambda: self.run(self._row_plan(cell.subject, row)))
 
     def _row_plan(self, subject: str, row: SamplingRow) -> RunPlan:
         # Greedy responses to one prompt are equal, so that row takes as many prompts as it takes samples.
         shape = {"prompts": PROMPTS * GROUP, "group_size": 1} if row.sampling.greedy else {}
-        if subject == CROSS:
+        if subject in CROSS_TRANSPORTS:
             shape |= asdict(CROSS_RANKS[self.platform])
-        return self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, **shape)
+        plan = self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, **shape)
+        return plan.model_copy(update={"rollout_transport": CROSS_TRANSPORTS.get(subject)})
 
     def arm(self, train: Mode, rollout: Mode) -> RunSummary:
         """One update in which each side has its mode; sampling does not truncate, since a native draw returns no retained ids."""
@@ -137,14 +138,14 @@ class Runs:
         for mode in UNIFORM_MODES:
             self._open(plan, mode)
 
-    def _start_ranks(self, row: SamplingRow) -> None:
-        """Start the engines of one rank and of several at once; a run that opens one waits for it."""
-        for subject in ("RR", CROSS):
+    def _start_ranks(self, several: str, row: SamplingRow) -> None:
+        """Start the engines of one rank and those of a subject with several at once; a run that opens one waits for it."""
+        for subject in ("RR", several):
             self._open(self._row_plan(subject, row), "strict")
 
     def _open(self, plan: RunPlan, mode: Mode) -> None:
         ranks = plan.topology
-        self.cluster.rollout(mode, ranks.rollout_tp).start("open", plan.checkpoint.path, plan.context)
+        self.cluster.rollout(mode, ranks.rollout_tp, plan.rollout_transport).start("open", plan.checkpoint.path, plan.context)
         opened = (plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
         self.cluster.train(mode, ranks.tp, ranks.cp).start("open", *opened)
 

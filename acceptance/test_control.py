@@ -24,6 +24,7 @@ from rlk.kernels.registry import declared_kernels
 from rlk.loop.cluster import Cluster, Remote
 from rlk.loop.controller import RunFailed
 from rlk.loop.records import RunSummary, logprobs_file
+from rlk.parallel.transport import Transport
 
 
 def _flip_lowest_bit(logprobs: torch.Tensor) -> None:
@@ -111,8 +112,8 @@ class _StaleCluster(Cluster):
         self._cluster, self._checkpoint, self._lies = cluster, checkpoint, lies
         self.device = cluster.device
 
-    def rollout(self, mode: Mode, tp: int = 1) -> Remote:
-        remote = self._cluster.rollout(mode, tp)
+    def rollout(self, mode: Mode, tp: int = 1, transport: Transport | None = None) -> Remote:
+        remote = self._cluster.rollout(mode, tp, transport)
         kept = _KeepsOldWeights(remote.side, remote.mode, remote.actors, remote.timeout_s, remote.logs)
         object.__setattr__(kept, "lies", self._lies)
         object.__setattr__(kept, "start_weights", self._checkpoint)

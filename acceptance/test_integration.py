@@ -10,32 +10,33 @@ from acceptance.engines import Runs, compare_logprobs, compare_with_one_rank, ha
 from acceptance.topologies import order, shard_hashes
 from rlk.acceptance.cell import Cell
 from rlk.acceptance.collector import Evidence
-from rlk.acceptance.matrix import CROSS, CROSS_RANKS
+from rlk.acceptance.matrix import CROSS_RANKS, CROSS_TRANSPORTS
 from rlk.loop.records import RunSummary
 
 
-@pytest.mark.cells(scope="integration", subject="RR", judgment="logprob")
+@pytest.mark.cells(scope="integration", judgment="logprob")
 def test_logprob(cell: Cell, evidence: Evidence, runs: Runs) -> None:
-    _judge_logprobs(cell, evidence, runs)
+    summary = _hand_in(cell, evidence, runs)
+    hand_in_timings(evidence, summary)
+    compare_logprobs(evidence, summary)
+    if cell.subject in CROSS_TRANSPORTS:
+        compare_with_one_rank(evidence, summary, _on_one_rank(cell, runs))
 
 
-@pytest.mark.cells(scope="integration", subject=CROSS, judgment="logprob")
-def test_logprob_of_several_ranks(cell: Cell, evidence: Evidence, runs: Runs) -> None:
-    summary = _judge_logprobs(cell, evidence, runs)
-    _hand_in_ranks(cell, evidence, summary)
-    compare_with_one_rank(evidence, summary, _on_one_rank(cell, runs))
-
-
-@pytest.mark.cells(scope="integration", subject="RR", judgment="publication")
+@pytest.mark.cells(scope="integration", judgment="publication")
 def test_publication(cell: Cell, evidence: Evidence, runs: Runs) -> None:
-    _judge_publications(cell, evidence, runs)
+    summary = _hand_in(cell, evidence, runs)
+    for step in summary.steps:
+        evidence.compare(f"update {step.step}: publication", hash_bytes(step.rollout[1]), hash_bytes(step.train[1]))
+        assert step.rollout[0] == step.train[0] == step.published_version
+    assert len(set(summary.model_hashes)) == len(summary.steps) + 1, "a publication left the model hash as it was"
+    if cell.subject in CROSS_TRANSPORTS:
+        _compare_shards(cell, evidence, summary, _on_one_rank(cell, runs))
 
 
-@pytest.mark.cells(scope="integration", subject=CROSS, judgment="publication")
-def test_publication_to_several_ranks(cell: Cell, evidence: Evidence, runs: Runs) -> None:
-    summary = _judge_publications(cell, evidence, runs)
-    _hand_in_ranks(cell, evidence, summary)
-    for step, alone in zip(summary.steps, _on_one_rank(cell, runs).steps, strict=True):
+def _compare_shards(cell: Cell, evidence: Evidence, summary: RunSummary, single: RunSummary) -> None:
+    """Every publication with that of the run on one rank, and what each rank of the rollout engine holds at the end."""
+    for step, alone in zip(summary.steps, single.steps, strict=True):
         evidence.compare(f"update {step.step}: publication of one rank", hash_bytes(step.train[1]), hash_bytes(alone.train[1]))
     last = summary.directory / "weights" / f"v{summary.steps[-1].published_version}"
     held = [rank["shard_hash"] for rank in summary.manifest.engines["rollout"]["ranks"]]
@@ -43,21 +44,11 @@ def test_publication_to_several_ranks(cell: Cell, evidence: Evidence, runs: Runs
         evidence.compare(f"rank {rank}: shards", hash_bytes(actual), hash_bytes(expected))
 
 
-def _judge_logprobs(cell: Cell, evidence: Evidence, runs: Runs) -> RunSummary:
+def _hand_in(cell: Cell, evidence: Evidence, runs: Runs) -> RunSummary:
     summary = runs.integration(cell)
     hand_in_run(evidence, summary)
-    hand_in_timings(evidence, summary)
-    compare_logprobs(evidence, summary)
-    return summary
-
-
-def _judge_publications(cell: Cell, evidence: Evidence, runs: Runs) -> RunSummary:
-    summary = runs.integration(cell)
-    hand_in_run(evidence, summary)
-    for step in summary.steps:
-        evidence.compare(f"update {step.step}: publication", hash_bytes(step.rollout[1]), hash_bytes(step.train[1]))
-        assert step.rollout[0] == step.train[0] == step.published_version
-    assert len(set(summary.model_hashes)) == len(summary.steps) + 1, "a publication left the model hash as it was"
+    if cell.subject in CROSS_TRANSPORTS:
+        _hand_in_ranks(cell, evidence, summary)
     return summary
 
 
@@ -66,6 +57,8 @@ def _hand_in_ranks(cell: Cell, evidence: Evidence, summary: RunSummary) -> None:
     asked, engines = CROSS_RANKS[cell.platform], summary.manifest.engines
     trainers, servers = ({rank["pid"]: rank for rank in engines[side]["ranks"]}.values() for side in ("train", "rollout"))
     assert (len(trainers), len(servers)) == (asked.tp * asked.cp, asked.rollout_tp), "ranks of an engine share a process"
+    if transport := CROSS_TRANSPORTS[cell.subject]:
+        assert {rank["transport"] for rank in servers} == {transport}, "the rollout engine has another transport"
     evidence.fact("topology", {"train": {"tp": asked.tp, "cp": asked.cp}, "rollout": {"tp": asked.rollout_tp}})
     held = [{"rank": rank["rank"], "shards": rank["shards"]} for rank in servers]
     evidence.fact("ranks", {"train": [rank["parallel"] for rank in trainers], "rollout": held})

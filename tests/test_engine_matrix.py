@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,8 +12,9 @@ import pytest
 
 from acceptance import engines
 from rlk.acceptance.cell import Platform
-from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, SNAPSHOT_WORKLOAD, enumerate_cells, gradient_names
+from rlk.acceptance.matrix import CHAIN_MODEL, CROSS, CROSS_TRANSPORTS, SNAPSHOT_WORKLOAD, enumerate_cells, gradient_names, several_cards
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY
+from rlk.contract.sampling import SamplingParams
 from rlk.loop.cluster import Cluster
 from rlk.loop.labels import shape_config
 from rlk.loop.plan import RunPlan
@@ -40,19 +42,56 @@ def test_a_card_scores_the_full_depth_and_updates_a_part_of_it(platform: Platfor
 
 def test_a_card_requires_engines_of_several_ranks_too() -> None:
     cells = [cell for cell in enumerate_cells("cuda") if cell.scope in ENGINE_SCOPES]
-    assert [cell.judgment for cell in cells if cell.subject == CROSS] == ["logprob", "publication"]
+    judged = Counter((cell.subject, cell.judgment) for cell in cells if cell.subject in CROSS_TRANSPORTS)
+    assert judged == Counter((subject, judgment) for subject in (CROSS, f"{CROSS}_nccl") for judgment in ("logprob", "publication"))
+    assert all(several_cards(cell) == (cell.subject in CROSS_TRANSPORTS) for cell in cells)
     assert all(cell.required for cell in cells)
 
 
 def test_what_amd_cards_cannot_show_is_unsupported_by_name() -> None:
     cells = [cell for cell in enumerate_cells("rocm") if cell.scope in ENGINE_SCOPES and not cell.required]
-    assert Counter(cell.unsupported for cell in cells) == {"the ranks of a rollout engine have no transport between AMD cards": 2}
+    assert Counter(cell.unsupported for cell in cells) == {"the ranks of a rollout engine have no transport between AMD cards": 4}
 
 
 def test_the_cpu_matrix_has_no_more_than_it_had() -> None:
     cells = [cell for cell in enumerate_cells("cpu") if cell.scope in ENGINE_SCOPES]
     assert Counter(cell.scope for cell in cells if cell.required) == {"chain": 38, "integration": 10, "ablation": 12, "control": 4}
     assert {cell.workload.partition("-")[0] for cell in cells} == {"tiny"}
+    assert {cell.subject for cell in cells if cell.scope == "integration"} == {"RR", CROSS}
+
+
+class _Opened:
+    """A cluster that notes which engines it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def rollout(self, *place: Any) -> Any:
+        self.asked.append(place)
+        return SimpleNamespace(start=lambda *_: None)
+
+    def train(self, *_: Any) -> Any:
+        return SimpleNamespace(start=lambda *_: None)
+
+
+@pytest.mark.parametrize(("subject", "transport"), CROSS_TRANSPORTS.items())
+def test_cells_of_several_ranks_run_over_the_transport_of_their_subject(
+    subject: str, transport: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(runs: engines.Runs, name: str, sampling: SamplingParams, **profile: Any) -> RunPlan:
+        ranks = {axis: profile.get(axis, 1) for axis in ("tp", "cp", "rollout_tp")}
+        parts = {"checkpoint": SimpleNamespace(path=tmp_path), "context": 9, "micro_batch_size": 1, "grpo": None, "adam": None}
+        return RunPlan.model_construct(directory=tmp_path / name, topology=SimpleNamespace(**ranks), **parts)
+
+    ran: list[RunPlan] = []
+    monkeypatch.setattr(engines.Runs, "plan", plan)
+    monkeypatch.setattr(engines, "run_loop", lambda plan, *_, **__: ran.append(plan))
+    cluster, cell = _Opened(), next(cell for cell in enumerate_cells("cuda") if cell.subject == subject)
+    runs = engines.Runs(cast(Cluster, cluster), "cuda", tmp_path, tmp_path)
+    for asked in (cell, cell, replace(cell, subject="RR")):
+        runs.integration(asked)
+    assert cluster.asked == [("strict", 1, None), ("strict", 2, transport)]
+    assert [(run.topology.rollout_tp, run.rollout_transport) for run in ran] == [(2, transport), (1, None)]
 
 
 def test_on_a_card_no_run_leaves_its_weights_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,11 +140,13 @@ class FakeCluster:
 
     def __init__(self, rollout: type[FakeRollout] = FakeRollout, train: type[FakeTrain] = FakeTrain) -> None:
         self.kinds, self.engines = {"rollout": rollout, "train": train}, dict[tuple[str, str], Any]()
+        self.transports: list[str | None] = []
 
     def _get(self, side: str, mode: str) -> Any:
         return FakeRemote(self.engines.setdefault((side, mode), self.kinds[side](mode)))
 
-    def rollout(self, mode: str, tp: int = 1) -> Any:
+    def rollout(self, mode: str, tp: int = 1, transport: str | None = None) -> Any:
+        self.transports.append(transport)
         return self._get("rollout", mode)
 
     def train(self, mode: str, tp: int = 1, cp: int = 1) -> Any:
@@ -192,6 +194,14 @@ def test_a_good_run_is_on_record_and_valid(plan: Callable[..., RunPlan]) -> None
     assert "3/3" in step_line(summary.steps[-1], 3)
     assert all(step.parts_s == {"train optimizer": 0.5, "rollout copy": 0.25} for step in summary.steps)
     assert all(list(step.timings_s) == ["generate", "score", "compare", "reference", "update", "publish", "load"] for step in summary.steps)
+
+
+def test_the_rollout_engine_is_the_one_of_the_plans_transport(plan: Callable[..., RunPlan]) -> None:
+    resolved, cluster = plan(), FakeCluster()
+    run_loop(resolved, cluster)
+    run_loop(resolved.model_copy(update={"directory": resolved.directory.with_name("b"), "rollout_transport": "nccl"}), cluster)
+    assert cluster.transports == [None, "nccl"]
+    assert validate_run(resolved.directory.with_name("b")) == []
 
 
 def test_the_trainer_is_never_sent_a_rollout_logprob(plan: Callable[..., RunPlan]) -> None:

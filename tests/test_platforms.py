@@ -16,6 +16,8 @@ from ray._private.accelerators import AMDGPUAcceleratorManager, NvidiaGPUAcceler
 
 from rlk.acceptance.platforms import VISIBLE, own_card_first
 from rlk.acceptance.plugin import OTHER_CODE
+from rlk.contract.numerics import DEFAULT
+from rlk.loop.actors import EngineFault, RolloutActor
 from rlk.loop.cluster import Cluster
 
 pytest_plugins = ["pytester"]
@@ -69,6 +71,22 @@ def test_ray_leaves_the_ranks_of_an_engine_every_card(name: str, ranks: int, mon
     monkeypatch.setenv(name, "0,1")
     MANAGERS[name].set_current_process_visible_accelerator_ids(["0"])  # as Ray does before a process runs
     assert os.environ[name] == ("0" if ranks == 1 else "0,1")
+
+
+def test_an_engine_of_another_transport_is_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[tuple[Any, ...]] = []
+    process = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *place: places.append(place)))
+    monkeypatch.setattr("ray.remote", lambda kind: process)
+    monkeypatch.setattr("rlk.loop.cluster._log_directory", Path)
+    cluster = Cluster(device="cuda")
+    own, nccl, again = (cluster.rollout("strict", 2, transport) for transport in (None, "nccl", "nccl"))
+    assert own is not nccl is again
+    assert [place[-2:] for place in places] == [(2, None), (2, "nccl")]
+
+
+def test_a_transport_reaches_the_engine_itself(tmp_path: Path) -> None:
+    with pytest.raises(EngineFault, match="transport='nccl' does not move bytes between ranks of vLLM on cpu: use gloo"):
+        RolloutActor("strict", "cpu", DEFAULT, 2, "nccl").open(tmp_path, 64)
 
 
 FAKE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlk.acceptance.cell import PLATFORMS, Cell, Platform
 from rlk.acceptance.ws1 import ws1_cells
@@ -14,6 +15,9 @@ from rlk.contract.arms import ARMS, MIXED_MODES, ROUTES, Arm, Side, routes_of
 from rlk.contract.judgments import NEGATIVE_CONTROLS
 from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY, ModelShape
 from rlk.contract.workloads import SAMPLING_ROWS
+
+if TYPE_CHECKING:
+    from rlk.parallel.transport import Transport
 
 CHAIN_MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B, "rocm": QWEN3_8B}
 UPDATED_MODEL: dict[Platform, ModelShape] = {"cpu": TINY, "cuda": QWEN3_8B_UPDATED, "rocm": QWEN3_8B_UPDATED}
@@ -60,7 +64,9 @@ ROUTE_OPERATORS = {
 """What a route must report to have run where it is this project's."""
 
 CROSS = "RR_several_ranks"
-"""Subject of the integration cells whose engines have several ranks each."""
+CROSS_TRANSPORTS: dict[str, Transport | None] = {CROSS: None, f"{CROSS}_nccl": "nccl"}
+"""Subjects of the integration cells whose engines have several ranks each, and what moves the bytes of the rollout engine's: None, the
+engine's own choice; any other on cards alone."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ CARDS = 2
 
 def several_cards(cell: Cell) -> bool:
     """Whether a cell wants more than one card."""
-    return cell.platform != "cpu" and cell.subject in (CROSS, *CARD_SUBJECTS)
+    return cell.platform != "cpu" and cell.subject in (*CROSS_TRANSPORTS, *CARD_SUBJECTS)
 
 
 CHECKPOINT_LAYER = (
@@ -150,15 +156,18 @@ def _integration(platform: Platform) -> Iterator[Cell]:
         for judgment in ("logprob", "publication"):
             names = tuple(f"update {step}: {judgment}" for step in range(1, row.updates + 1))
             yield Cell(platform, "integration", "RR", workload, judgment, strict=strict, names=names, facts=UPDATE_FACTS)
-            if row.name == CROSS_ROW:
-                alike = tuple(f"update {step}: {judgment} of one rank" for step in range(1, row.updates + 1))
-                ranks = range(CROSS_RANKS[platform].rollout_tp)
-                shards = tuple(f"rank {rank}: shards" for rank in ranks) if judgment == "publication" else ()
-                yield Cell(
-                    platform, "integration", CROSS, workload, judgment, strict=strict, names=(*names, *alike, *shards),
-                    facts=(*UPDATE_FACTS, *RANK_FACTS),
-                    unsupported="the ranks of a rollout engine have no transport between AMD cards" if platform == "rocm" else "",
-                )  # fmt: skip
+            if row.name != CROSS_ROW:
+                continue
+            alike = tuple(f"update {step}: {judgment} of one rank" for step in range(1, row.updates + 1))
+            ranks = range(CROSS_RANKS[platform].rollout_tp)
+            shards = tuple(f"rank {rank}: shards" for rank in ranks) if judgment == "publication" else ()
+            for subject, transport in CROSS_TRANSPORTS.items():
+                if transport is None or platform != "cpu":
+                    yield Cell(
+                        platform, "integration", subject, workload, judgment, strict=strict, names=(*names, *alike, *shards),
+                        facts=(*UPDATE_FACTS, *RANK_FACTS),
+                        unsupported="the ranks of a rollout engine have no transport between AMD cards" if platform == "rocm" else "",
+                    )  # fmt: skip
 
 
 def _ablations(platform: Platform) -> Iterator[Cell]:

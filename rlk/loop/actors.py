@@ -74,8 +74,8 @@ class _Process:
 class RolloutActor(_Process):
     """A vLLM engine that serves one run after another: every run starts from its checkpoint under a new weight version."""
 
-    def __init__(self, mode: Mode, device: Device, numerics: Numerics, tp: int = 1) -> None:
-        self._mode, self._device, self._numerics, self._tp = mode, device, numerics, tp
+    def __init__(self, mode: Mode, device: Device, numerics: Numerics, tp: int = 1, transport: Transport | None = None) -> None:
+        self._mode, self._device, self._numerics, self._tp, self._transport = mode, device, numerics, tp, transport
         self._engine: VllmEngine | None = None
         self._kernels_before: dict[tuple[str, ...], int] = {}
 
@@ -101,6 +101,7 @@ class RolloutActor(_Process):
                 numerics=self._numerics,
                 max_model_len=context,
                 tensor_parallel_size=self._tp,
+                transport=self._transport,
                 **ROLLOUT_OPTIONS[self._device],
             )
         else:

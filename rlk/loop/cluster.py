@@ -32,8 +32,8 @@ STOP_S = 60.0
 """Longest wait for the end of an engine's processes."""
 
 
-Place = tuple[Side, str, int, int]
-"""Side, mode or "mixed", TP and CP of an engine."""
+Place = tuple[Side, str, int, int, Transport | None]
+"""Side, mode or "mixed", TP, CP and asked transport of an engine."""
 
 
 class ClusterError(RuntimeError):
@@ -117,8 +117,8 @@ class Remote:
 
 
 class Cluster:
-    """Context manager. At most one engine per side, mode and topology; runs that follow each other use the same ones. All mixed modes of a
-    side take turns in one process.
+    """Context manager. At most one engine per side, mode, topology and transport; runs that follow each other use the same ones. All mixed
+    modes of a side take turns in one process.
 
     device: what every engine computes on. On "cuda" engines of one rank share the first card; of several, each rank has a card of its own,
     or trainer ranks share them evenly where there are fewer. :meth:`stop` frees what they hold there.
@@ -171,16 +171,17 @@ class Cluster:
             _kill(remote)
         ray.shutdown()
 
-    def rollout(self, mode: Mode, tp: int = 1) -> Remote:
-        """The rollout engine of a mode on ``tp`` ranks, all below one process (methods of ``RolloutActor``)."""
-        key: Place = ("rollout", _process(mode), tp, 1)
+    def rollout(self, mode: Mode, tp: int = 1, transport: Transport | None = None) -> Remote:
+        """The rollout engine of a mode on ``tp`` ranks, all below one process (methods of ``RolloutActor``). transport: what moves the
+        bytes of several, None for the engine's own choice."""
+        key: Place = ("rollout", _process(mode), tp, 1, transport)
         if key not in self._engines:
-            self._engines[key] = self._start("rollout", mode, RolloutActor, [(mode, self.device, self.numerics, tp)], tp)
+            self._engines[key] = self._start("rollout", mode, RolloutActor, [(mode, self.device, self.numerics, tp, transport)], tp)
         return self._turned(key, mode)
 
     def train(self, mode: Mode, tp: int = 1, cp: int = 1) -> Remote:
         """The trainer of a mode in tp·cp processes (methods of ``TrainActor``)."""
-        key: Place = ("train", _process(mode), tp, cp)
+        key: Place = ("train", _process(mode), tp, cp, None)
         if key not in self._engines:
             ranks = tp * cp
             port = self.port if ranks == 1 else self.port or free_port()

@@ -26,6 +26,7 @@ from rlk.loop.profile import DEFAULT_MODEL, NUMERICS, Device, Profile
 from rlk.loop.tokenizer import TextTokenizer
 from rlk.model.config import Qwen3Config
 from rlk.model.weights import load_checkpoint
+from rlk.parallel.transport import Transport
 
 ROLLOUT_TP: dict[Device, tuple[int, ...]] = {"cpu": (1, 2), "cuda": (1, 2, 4, 8)}
 """Ranks of vLLM in the loop."""
@@ -59,7 +60,8 @@ class RunPlan(BaseModel):
     device: what both engines compute on. train_mode, rollout_mode: "strict" computes with this project's operators, "native" is the stock
     engine; only the ablation has others. context: tokens of prompt and response together. sampling: of every request, but for its seed.
     unusable_prompts: numbers (from 0, over the whole run) of prompts that do not fit the context; they are sent all the same, come back
-    refused and are reported.
+    refused and are reported. rollout_transport: what moves the bytes of the rollout engine's ranks, None for the engine's own choice; only
+    acceptance has others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,6 +88,7 @@ class RunPlan(BaseModel):
     shortest_prompt: int
     longest_prompt: int
     unusable_prompts: tuple[int, ...] = ()
+    rollout_transport: Transport | None = None
 
     @property
     def strict(self) -> bool:
