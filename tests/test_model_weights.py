@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 from rlk.model import weights as checkpoints
 from rlk.model.config import CheckpointError, Qwen3Config
 from rlk.model.layout import hf_shapes
-from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hash, tensor_hashes
+from rlk.model.weights import TensorHashes, load_checkpoint, model_hash, save_checkpoint, tensor_hash, tensor_hashes
 
 CONFIG = Qwen3Config(
     vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -76,11 +78,44 @@ def test_pieces_threads_and_order_change_no_hash(monkeypatch: pytest.MonkeyPatch
     found = tensor_hashes(tensors)
     assert found == {name: plain_hash(tensor) for name, tensor in tensors.items()}
     assert list(found) == list(tensors)
+    one_by_one = TensorHashes()
+    for name, tensor in tensors.items():
+        one_by_one.add(name, tensor)
+    assert one_by_one.result() == found
     lines = "".join(f"{name} {found[name]}\n" for name in sorted(found))
     assert model_hash(tensors) == hashlib.sha256(lines.encode()).hexdigest()
     last = tensors["fp32"].clone()
     last.view(torch.uint8)[-1, -1] ^= 1
     assert tensor_hash(last) != found["fp32"]
+
+
+def test_no_more_tensors_are_held_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, most, lock = 0, 0, threading.Lock()
+
+    def slow(tensor: torch.Tensor) -> str:
+        nonlocal held, most
+        with lock:
+            held, most = held + 1, max(most, held + 1)
+        time.sleep(0.02)
+        with lock:
+            held -= 1
+        if not tensor.numel():
+            raise ValueError("nothing to hash")
+        return "hash"
+
+    monkeypatch.setattr(checkpoints, "tensor_hash", slow)
+    monkeypatch.setattr(checkpoints, "_threads", lambda: 8)
+    for room in (1, 3):
+        monkeypatch.setattr(TensorHashes, "HELD", room)
+        most, hashes = 0, TensorHashes()
+        for number in range(9):
+            hashes.add(str(number), torch.ones(1))
+        assert len(hashes.result()) == 9
+        assert most == room
+    hashes = TensorHashes()
+    hashes.add("empty", torch.ones(0))
+    with pytest.raises(ValueError, match="nothing to hash"):
+        hashes.result()
 
 
 def test_written_files_are_those_of_the_safetensors_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

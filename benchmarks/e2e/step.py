@@ -127,6 +127,7 @@ def measure(
             try:
                 summary, found = run(plan(number), work, limit)
             except RunFailed as error:
+                print(getattr(error.__cause__, "trace", ""), flush=True)  # the engine's
                 result["red" if name.startswith(STRICT) else "failed"] = f"{name}: {error.reason}"
                 keep(result)
                 return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -38,13 +38,15 @@ def whole_shape(name: str, shape: torch.Size, tp: Group) -> tuple[int, ...]:
 
 def whole(parts: Mapping[str, torch.Tensor], tp: Group) -> dict[str, torch.Tensor]:
     """Whole tensors by name, in the same order; one collective per layer, which all ranks of the group call."""
-    if tp.size == 1:
-        return dict(parts)
-    result: dict[str, torch.Tensor] = {}
-    for _, names in groupby(parts, lambda name: name.rpartition(".")[0]):
-        layer = list(names)
-        cut = [name for name in layer if dimension(name) is not None]
+    found = dict(each_whole(parts, tp))
+    return {name: found[name] for name in parts}
+
+
+def each_whole(parts: Mapping[str, torch.Tensor], tp: Group) -> Iterator[tuple[str, torch.Tensor]]:
+    """:func:`whole`, tensor by tensor, so that no more than a layer need be held; first what lies outside the layers, which is largest."""
+    runs = [list(names) for _, names in groupby(parts, lambda name: name.rpartition(".")[0])]
+    for layer in sorted(runs, key=lambda names: "." in names[0]):
+        cut = [name for name in layer if tp.size > 1 and dimension(name) is not None]
         gathered = dict(zip(cut, tp.all_gather_many([parts[name] for name in cut]) if cut else ()))
         for name in layer:
-            result[name] = torch.cat(list(gathered[name]), dim=dimension(name) or 0) if name in gathered else parts[name]
-    return result
+            yield name, torch.cat(list(gathered.pop(name)), dim=dimension(name) or 0) if name in gathered else parts[name]

@@ -8,9 +8,10 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any
 
 import torch
@@ -59,6 +60,27 @@ def tensor_hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return _for_each(tensors, lambda name: tensor_hash(tensors[name]))
 
 
+class TensorHashes:
+    """:func:`tensor_hash` of tensors that come one by one, taken in a few threads meanwhile; at most ``HELD`` wait or are hashed."""
+
+    HELD = 32
+
+    def __init__(self) -> None:
+        self._pool, self._room = ThreadPoolExecutor(_threads()), BoundedSemaphore(self.HELD)
+        self._begun: dict[str, Future[str]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one more, as soon as there is room. Never raises what its hash does."""
+        self._room.acquire()
+        self._begun[name] = self._pool.submit(tensor_hash, tensor)
+        self._begun[name].add_done_callback(lambda done: self._room.release())
+
+    def result(self) -> dict[str, str]:
+        """Hashes by name, of all that were added; nothing can be added afterwards."""
+        with self._pool:
+            return {name: begun.result() for name, begun in self._begun.items()}
+
+
 def _joined(hashes: Mapping[str, str]) -> str:
     lines = "".join(f"{name} {found}\n" for name, found in sorted(hashes.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
@@ -67,9 +89,13 @@ def _joined(hashes: Mapping[str, str]) -> str:
 def _for_each(tensors: Mapping[str, torch.Tensor], action: Callable[[str], str]) -> dict[str, str]:
     """What ``action`` says of each name, in their order, from a few threads. Names outside the layers come first: a vocabulary weight
     takes longest, and the others fill the time beside it."""
-    with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(_threads()) as pool:
         begun = {name: pool.submit(action, name) for name in sorted(tensors, key=lambda name: "layers." in name)}
         return {name: begun[name].result() for name in tensors}
+
+
+def _threads() -> int:
+    return min(_HASHERS, len(os.sched_getaffinity(0)))
 
 
 def _hashed(tensor: torch.Tensor, take: Callable[[memoryview], object]) -> str:

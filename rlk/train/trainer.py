@@ -23,7 +23,7 @@ from rlk.kernels.rope import table_hash
 from rlk.model import shards
 from rlk.model.layout import Unpacked, pack_weights
 from rlk.model.trace import Trace
-from rlk.model.weights import load_checkpoint, model_hash, save_checkpoint, tensor_hashes
+from rlk.model.weights import TensorHashes, load_checkpoint, model_hash, save_checkpoint
 from rlk.parallel.rendezvous import Transport
 from rlk.train import parameters, process, readback, state
 from rlk.train.batch import MicroBatch, Sample, micro_batches
@@ -195,8 +195,7 @@ class MegatronTrainer:
                 norm, scale = self.optimizer.update(lr)
             self._traffic = link.traffic.rows()
             with self.clock("gradient hashes"):
-                gradients = shards.whole(self.optimizer.gradients, self.parallel.tp)
-                hashes = json.loads(link.lead(lambda: json.dumps(tensor_hashes(gradients))))
+                hashes = self._gradient_hashes()
             with self.clock("model hash"):
                 self._model_hash = self._hash()
         return StepMetrics(
@@ -305,6 +304,15 @@ class MegatronTrainer:
         """Hash of the weights that the model computes with, taken by rank 0."""
         tensors = self.hf_tensors()
         return self.parallel.link.lead(lambda: model_hash(tensors))
+
+    def _gradient_hashes(self) -> dict[str, str]:
+        """Of the whole main gradients, taken by rank 0 while the next ones are gathered; it alone holds any, a few at a time."""
+        link, tp, hashes = self.parallel.link, self.parallel.tp, TensorHashes()
+        for name, tensor in shards.each_whole(self.optimizer.gradients, tp) if 0 in tp.members else ():
+            if link.rank == 0:
+                hashes.add(name, tensor)
+        found = json.loads(link.lead(lambda: json.dumps(hashes.result())))
+        return {name: found[name] for name in self.model.parameters}
 
     def _real_rows(self) -> dict[str, int]:
         """This rank's rows of the vocabulary weights that are no padding."""
