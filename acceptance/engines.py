@@ -116,7 +116,7 @@ class Runs:
         if subject in CROSS_TRANSPORTS:
             shape |= asdict(CROSS_RANKS[self.platform])
         plan = self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, **shape)
-        return plan.model_copy(update={"rollout_transport": CROSS_TRANSPORTS.get(subject)})
+        return plan.model_copy(update={"transport": CROSS_TRANSPORTS.get(subject)})
 
     def arm(self, train: Mode, rollout: Mode) -> RunSummary:
         """One update in which each side has its mode; sampling does not truncate, since a native draw returns no retained ids."""
@@ -145,9 +145,9 @@ class Runs:
 
     def _open(self, plan: RunPlan, mode: Mode) -> None:
         ranks = plan.topology
-        self.cluster.rollout(mode, ranks.rollout_tp, plan.rollout_transport).start("open", plan.checkpoint.path, plan.context)
+        self.cluster.rollout(mode, ranks.rollout_tp, plan.transport).start("open", plan.checkpoint.path, plan.context)
         opened = (plan.checkpoint.path, plan.micro_batch_size, plan.grpo, plan.adam)
-        self.cluster.train(mode, ranks.tp, ranks.cp).start("open", *opened)
+        self.cluster.train(mode, ranks.tp, ranks.cp, plan.transport).start("open", *opened)
 
     def chain(self, cell: Cell) -> Chain:
         """Traced passes of both engines over the same tokens, under the weights that the cell's workload names."""

@@ -119,8 +119,8 @@ class _StaleCluster(Cluster):
         object.__setattr__(kept, "start_weights", self._checkpoint)
         return kept
 
-    def train(self, mode: Mode, tp: int = 1, cp: int = 1) -> Remote:
-        return self._cluster.train(mode, tp, cp)
+    def train(self, mode: Mode, tp: int = 1, cp: int = 1, transport: Transport | None = None) -> Remote:
+        return self._cluster.train(mode, tp, cp, transport)
 
 
 @pytest.mark.cells(scope="control", subject="stale_weight_version")

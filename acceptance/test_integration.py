@@ -58,7 +58,8 @@ def _hand_in_ranks(cell: Cell, evidence: Evidence, summary: RunSummary) -> None:
     trainers, servers = ({rank["pid"]: rank for rank in engines[side]["ranks"]}.values() for side in ("train", "rollout"))
     assert (len(trainers), len(servers)) == (asked.tp * asked.cp, asked.rollout_tp), "ranks of an engine share a process"
     if transport := CROSS_TRANSPORTS[cell.subject]:
-        assert {rank["transport"] for rank in servers} == {transport}, "the rollout engine has another transport"
+        carriers = {rank["transport"] for rank in (*servers, *(rank["parallel"] for rank in trainers))}
+        assert carriers == {transport}, "an engine has another transport"
     evidence.fact("topology", {"train": {"tp": asked.tp, "cp": asked.cp}, "rollout": {"tp": asked.rollout_tp}})
     held = [{"rank": rank["rank"], "shards": rank["shards"]} for rank in servers]
     evidence.fact("ranks", {"train": [rank["parallel"] for rank in trainers], "rollout": held})

@@ -91,7 +91,7 @@ def test_cells_of_several_ranks_run_over_the_transport_of_their_subject(
     for asked in (cell, cell, replace(cell, subject="RR")):
         runs.integration(asked)
     assert cluster.asked == [("strict", 1, None), ("strict", 2, transport)]
-    assert [(run.topology.rollout_tp, run.rollout_transport) for run in ran] == [(2, transport), (1, None)]
+    assert [(run.topology.rollout_tp, run.transport) for run in ran] == [(2, transport), (1, None)]
 
 
 def test_on_a_card_no_run_leaves_its_weights_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_every_rank_of_vllm_needs_a_card(plan: Callable[..., RunPlan], monkeypat
     [
         ("cpu", 4, 0, ("gloo", ["cpu"] * 4)),
         ("cuda", 1, 2, ("gloo", ["cuda"])),
-        ("cuda", 2, 2, ("nccl", ["cuda:0", "cuda:1"])),
+        ("cuda", 2, 2, ("peer", ["cuda:0", "cuda:1"])),
         ("cuda", 4, 2, ("shm", ["cuda:0", "cuda:0", "cuda:1", "cuda:1"])),
         ("cuda", 8, 1, ("shm", ["cuda:0"] * 8)),
     ],
@@ -156,6 +156,17 @@ def test_trainer_ranks_share_cards_evenly(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     assert trainer_places(device, ranks) == expected
+    carrier, devices = expected
+    assert trainer_places(device, ranks, "nccl") == ("nccl" if carrier == "peer" else carrier, devices)
+
+
+@pytest.mark.parametrize(("device", "cards"), [("cpu", 0), ("cuda", 1)])
+def test_a_transport_of_cards_wants_one_for_each_rank(
+    plan: Callable[..., RunPlan], device: Device, cards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    with pytest.raises(PlanError, match=r"transport=nccl wants a card for each rank of an engine: leave --transport out"):
+        plan(device=device, tp=2, transport="nccl")
 
 
 def test_the_context_may_be_shorter_than_the_model_s(plan: Callable[..., RunPlan]) -> None:

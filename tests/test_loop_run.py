@@ -149,7 +149,8 @@ class FakeCluster:
         self.transports.append(transport)
         return self._get("rollout", mode)
 
-    def train(self, mode: str, tp: int = 1, cp: int = 1) -> Any:
+    def train(self, mode: str, tp: int = 1, cp: int = 1, transport: str | None = None) -> Any:
+        self.transports.append(transport)
         return self._get("train", mode)
 
 
@@ -196,11 +197,11 @@ def test_a_good_run_is_on_record_and_valid(plan: Callable[..., RunPlan]) -> None
     assert all(list(step.timings_s) == ["generate", "score", "compare", "reference", "update", "publish", "load"] for step in summary.steps)
 
 
-def test_the_rollout_engine_is_the_one_of_the_plans_transport(plan: Callable[..., RunPlan]) -> None:
+def test_both_engines_are_those_of_the_plans_transport(plan: Callable[..., RunPlan]) -> None:
     resolved, cluster = plan(), FakeCluster()
     run_loop(resolved, cluster)
-    run_loop(resolved.model_copy(update={"directory": resolved.directory.with_name("b"), "rollout_transport": "nccl"}), cluster)
-    assert cluster.transports == [None, "nccl"]
+    run_loop(resolved.model_copy(update={"directory": resolved.directory.with_name("b"), "transport": "nccl"}), cluster)
+    assert cluster.transports == [None, None, "nccl", "nccl"]
     assert validate_run(resolved.directory.with_name("b")) == []
 
 

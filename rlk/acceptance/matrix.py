@@ -65,8 +65,8 @@ ROUTE_OPERATORS = {
 
 CROSS = "RR_several_ranks"
 CROSS_TRANSPORTS: dict[str, Transport | None] = {CROSS: None, f"{CROSS}_nccl": "nccl"}
-"""Subjects of the integration cells whose engines have several ranks each, and what moves the bytes of the rollout engine's: None, the
-engine's own choice; any other on cards alone."""
+"""Subjects of the integration cells whose engines have several ranks each, and what moves the bytes of theirs that have a card each: None,
+each engine's own choice; any other on cards alone."""
 
 
 @dataclass(frozen=True)

@@ -179,14 +179,14 @@ class Cluster:
             self._engines[key] = self._start("rollout", mode, RolloutActor, [(mode, self.device, self.numerics, tp, transport)], tp)
         return self._turned(key, mode)
 
-    def train(self, mode: Mode, tp: int = 1, cp: int = 1) -> Remote:
-        """The trainer of a mode in tp·cp processes (methods of ``TrainActor``)."""
-        key: Place = ("train", _process(mode), tp, cp, None)
+    def train(self, mode: Mode, tp: int = 1, cp: int = 1, transport: Transport | None = None) -> Remote:
+        """The trainer of a mode in tp·cp processes (methods of ``TrainActor``). transport: as of :func:`trainer_places`."""
+        key: Place = ("train", _process(mode), tp, cp, transport)
         if key not in self._engines:
             ranks = tp * cp
             port = self.port if ranks == 1 else self.port or free_port()
-            transport, devices = trainer_places(self.device, ranks)
-            places = [(mode, devices[rank], self.numerics, port, tp, cp, rank, transport) for rank in range(ranks)]
+            carrier, devices = trainer_places(self.device, ranks, transport)
+            places = [(mode, devices[rank], self.numerics, port, tp, cp, rank, carrier) for rank in range(ranks)]
             self._engines[key] = self._start("train", mode, TrainActor, places, ranks)
         return self._turned(key, mode)
 
@@ -256,13 +256,13 @@ def _process(mode: Mode) -> str:
     return "mixed" if mode in MIXED_MODES else mode
 
 
-def trainer_places(device: Device, ranks: int) -> tuple[Transport, list[str]]:
-    """How the ranks of a trainer exchange bytes, and the device of each."""
+def trainer_places(device: Device, ranks: int, asked: Transport | None = None) -> tuple[Transport, list[str]]:
+    """How the ranks of a trainer exchange bytes, and the device of each. asked: what moves them if each has a card, else "peer"."""
     if device == "cpu" or ranks == 1:
         return "gloo", [device] * ranks
     cards = torch.cuda.device_count()
     if ranks <= cards:
-        return "nccl", [f"cuda:{rank}" for rank in range(ranks)]
+        return asked or "peer", [f"cuda:{rank}" for rank in range(ranks)]
     return "shm", [f"cuda:{rank * cards // ranks}" for rank in range(ranks)]
 
 

@@ -173,8 +173,8 @@ class _Run:
         if cluster.device != plan.device:
             raise ClusterError(f"the cluster's engines run on {cluster.device}, the plan asks for {plan.device}: open a cluster for it")
         topology = plan.topology
-        rollout = cluster.rollout(plan.rollout_mode, topology.rollout_tp, plan.rollout_transport)
-        train = cluster.train(plan.train_mode, topology.tp, topology.cp)
+        rollout = cluster.rollout(plan.rollout_mode, topology.rollout_tp, plan.transport)
+        train = cluster.train(plan.train_mode, topology.tp, topology.cp, plan.transport)
         self._open(rollout, train)
         try:
             for step in range(1, plan.steps + 1):

@@ -60,8 +60,8 @@ class RunPlan(BaseModel):
     device: what both engines compute on. train_mode, rollout_mode: "strict" computes with this project's operators, "native" is the stock
     engine; only the ablation has others. context: tokens of prompt and response together. sampling: of every request, but for its seed.
     unusable_prompts: numbers (from 0, over the whole run) of prompts that do not fit the context; they are sent all the same, come back
-    refused and are reported. rollout_transport: what moves the bytes of the rollout engine's ranks, None for the engine's own choice; only
-    acceptance has others.
+    refused and are reported. transport: what moves bytes between ranks that have a card each, None for each engine's own
+    choice.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -88,7 +88,7 @@ class RunPlan(BaseModel):
     shortest_prompt: int
     longest_prompt: int
     unusable_prompts: tuple[int, ...] = ()
-    rollout_transport: Transport | None = None
+    transport: Transport | None = None
 
     @property
     def strict(self) -> bool:
@@ -187,6 +187,7 @@ def make_plan(profile: Profile) -> RunPlan:
         shortest_prompt=min(lengths),
         longest_prompt=max(lengths),
         unusable_prompts=unusable_prompts(lengths, sampling.max_tokens, context),
+        transport=profile.transport,
     )
 
 
@@ -241,6 +242,8 @@ def _topology(profile: Profile, mode: Mode) -> Topology:
         raise PlanError(f"rollout_tp={ranks} needs as many CPUs, here are {cpus}: use {usable(cpus)}")
     if profile.device == "cuda" and ranks > 1 and 0 < (cards := torch.cuda.device_count()) < ranks:
         raise PlanError(f"rollout_tp={ranks} needs as many cards, torch sees {cards}: use {usable(cards)}")
+    if profile.transport and (profile.device == "cpu" or 0 < torch.cuda.device_count() < topology.train_ranks):
+        raise PlanError(f"transport={profile.transport} wants a card for each rank of an engine: leave --transport out")
     return topology
 
 

@@ -59,6 +59,9 @@ class Profile(BaseModel):
     cp: int = Field(1, description="trainer context parallel size")
     rollout_tp: int = Field(1, description="rollout tensor parallel size")
     rollout_cp: int = Field(1, description="rollout context parallel size")
+    transport: Literal["peer", "nccl"] | None = Field(
+        None, description="what moves bytes between ranks that have a card each: memory of cards of one host, or nccl (default: peer)"
+    )
     temperature: float = Field(1.0, description="0 is greedy")
     top_p: float = Field(1.0, description="kept probability mass, in (0, 1]")
     top_k: int = Field(-1, description="kept ids, -1 keeps all")
