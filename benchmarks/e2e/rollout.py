@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python3 benchmarks/e2e/rollout.py artifacts/models/qwen3-8b-synthetic results.json [--tp 1 --tp 2]
 
-Each arm is an engine in a process of its own; all stay on the card and only one computes at a time, so that arms alternate within a round.
+Each arm is an engine in a process of its own; those of one number of ranks stay on the card together and only one computes at a time, so
+that arms alternate within a round. Arms of more ranks start when those of fewer have ended.
 All do the same work: fresh random prompts, temperature 0.7, top-p 0.95, no early end, and the logprob of every sampled token is returned.
 What only rlk returns, the ids that top-p retained for each token, is timed apart.
 A run of the strict arm first proves its bytes: a batch of 16 against each of its rows alone, and, of several ranks, against the first
@@ -99,6 +100,7 @@ class Arm:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._began = time.time()
         self._answers: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -137,7 +139,8 @@ class Arm:
         try:
             line = self._answers.get(timeout=seconds)
         except queue.Empty:
-            raise RuntimeError(f"arm {self.name} was not up in time: leave it out, or raise --limit") from None
+            took = time.time() - self._began
+            raise RuntimeError(f"arm {self.name} was not up after {took:.0f} s: leave it out, or raise --limit") from None
         if line is None:
             raise RuntimeError(f"arm {self.name} ended with code {self.process.wait()}: its messages are above")
         return json.loads(line)
@@ -233,31 +236,55 @@ def serve(checkpoint: Path, mode: Any, tp: int, transport: Any) -> None:
 def measure(
     checkpoint: Path, asked: Mapping[str, Kind], rows: Sequence[Row], limit: float, keep: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Start these arms at once, a strict one among them, prove the strict ones, then time the rows round by round; ``keep`` is given the
-    result as it grows.
+    """Time the arms of one number of ranks after those of another, each in an equal share of the time; ``keep`` is given the result as it
+    grows. Where strict bytes differ, also between numbers of ranks, there is no time.
+
+    limit: seconds after which nothing is begun that would not end in time; what was never timed is named in "skipped", an arm that was not
+    up after :data:`START_SHARE` of its ranks' share in "failed".
+    """
+    ended = time.monotonic() + limit
+    result: dict[str, Any] = {"checkpoint": checkpoint.name, "arms": {}, "rows": {}, "skipped": [], "failed": [], "profile": {}}
+    topologies = sorted({kind.tp for kind in asked.values()})
+    for number, ranks in enumerate(topologies):
+        together = {name: kind for name, kind in asked.items() if kind.tp == ranks}
+        _measure(checkpoint, together, rows, (ended - time.monotonic()) / (len(topologies) - number), result, keep)
+        if result.get("proof", {}).get("differ"):
+            result["rows"], result["profile"] = {}, {}
+            keep(result)
+            break
+    return result
+
+
+def _measure(
+    checkpoint: Path,
+    asked: Mapping[str, Kind],
+    rows: Sequence[Row],
+    limit: float,
+    result: dict[str, Any],
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """Start these arms at once, prove the strict ones, then time the rows round by round.
 
     :data:`SLOW`, which takes several times as long as the others, is timed in the first round only, and in the long row after all rounds.
-    limit: seconds after which nothing is begun that would not end in time; a row that was never timed is named in "skipped", an arm that
-    was not up after :data:`START_SHARE` of them in "failed".
     """
     began = time.monotonic()
     left = lambda: began + limit - time.monotonic()
-    result: dict[str, Any] = {"checkpoint": checkpoint.name, "arms": {}, "rows": {}, "skipped": [], "failed": [], "profile": {}}
     started = {name: Arm(name, kind, checkpoint) for name, kind in asked.items()}
     try:
         _prepare(started, result, rows, lambda: left() - (1 - START_SHARE) * limit)
         keep(result)
         arms = [started[name] for name in asked if name in result["arms"]]
         if "proof" not in result or result["proof"]["differ"]:
-            return result
-        result["arms"] = {arm.name: result["arms"][arm.name] for arm in arms}
+            return
+        result["arms"] |= {arm.name: result["arms"].pop(arm.name) for arm in arms}  # in the order of the table
         _time(arms, result, rows, left, keep)
-        result["skipped"] = [row.name for row in rows if row.name not in result["rows"]]
+        timed = {row.name for row in rows for arm in arms if arm.name in result["rows"].get(row.name, {})}
+        result["skipped"] += [f"{row.name}: {', '.join(asked)}" for row in rows if row.name not in timed]
         for arm in arms:
             result["arms"][arm.name]["memory"] = arm.ask(do="memory")
         keep(result)
         for row in rows:
-            if STRICT in result["arms"] and row.name in result["rows"] and left() > IDS_S:
+            if any(arm.name == STRICT for arm in arms) and row.name in timed and left() > IDS_S:
                 ran = started[STRICT].ask(do="timed", **row.shape, response=row.response, seed=9, supports=True)
                 result["rows"][row.name][WITH_IDS] = [ran["tokens"] / ran["seconds"]]
         keep(result)
@@ -275,7 +302,6 @@ def measure(
     finally:
         for arm in started.values():
             arm.close()
-    return result
 
 
 def _prepare(started: Mapping[str, Arm], result: dict[str, Any], rows: Sequence[Row], left: Callable[[], float]) -> None:
