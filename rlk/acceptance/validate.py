@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,12 +17,13 @@ from rlk.acceptance.judge import conclude, rejudge
 from rlk.acceptance.matrix import enumerate_cells
 from rlk.evidence.report import write_report
 from rlk.evidence.rundir import COMPLETE, RunDirectory, RunDirectoryError, new_run_id
-from rlk.evidence.schema import CellRecord, Report, SessionFacts, Status, Verdict
+from rlk.evidence.schema import CellRecord, Record, Report, SessionFacts, Status, Verdict
 
 OWN_MATRIX = "rlk.acceptance.matrix:enumerate_cells"
 PAGES = ("report.html", "report.md")
 KERNEL_ID = re.compile(r"[a-z]+:[a-z0-9_]+:[0-9a-f]{12,64}")
 _SEAL = TypeAdapter(dict[str, dict[str, str]])
+T = TypeVar("T", bound=Record)
 
 
 class ValidationRefused(RuntimeError):
@@ -60,21 +61,27 @@ def read_run(path: Path) -> tuple[Report | None, list[str]]:
 
 
 def read_cells(path: Path) -> tuple[list[CellRecord], list[str]]:
-    """Records of ``cells.jsonl`` and its problems: a last line without its end, a line that is no record."""
+    """Records of ``cells.jsonl`` and its problems."""
+    return read_lines(path / "cells.jsonl", CellRecord)
+
+
+def read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[str]]:
+    """Records of a file of JSON lines and its problems: a last line without its end, a line that is no record. A file that is not there has
+    none: nothing was written before the end, and what is written then says so."""
     try:
-        text = (path / "cells.jsonl").read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return [], []  # a session in which no cell ended; the verdict over its records says so
+        return [], []
     except (OSError, UnicodeDecodeError) as error:
-        return [], [f"cells.jsonl cannot be read: {_first_line(error)}"]
+        return [], [f"{path.name} cannot be read: {_first_line(error)}"]
     records, problems = [], []
     if text and not text.endswith("\n"):
-        problems.append("cells.jsonl is truncated: its last line has no end")
+        problems.append(f"{path.name} is truncated: its last line has no end")
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            records.append(CellRecord.model_validate_json(line))
+            records.append(kind.model_validate_json(line))
         except ValidationError as error:
-            problems.append(f"cells.jsonl line {number} is not a record: {_first_line(error)}")
+            problems.append(f"{path.name} line {number} is not a record: {_first_line(error)}")
     return records, problems
 
 

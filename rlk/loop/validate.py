@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from rlk.acceptance.validate import KERNEL_ID, ValidationRefused, seal_problems
+from rlk.acceptance.validate import KERNEL_ID, ValidationRefused, read_lines, seal_problems
 from rlk.evidence.bytes import compare
 from rlk.evidence.rundir import FAILED, RunDirectory, RunDirectoryError
-from rlk.evidence.schema import Record
 from rlk.loop.arithmetic import Problem
 from rlk.loop.plan import RunPlan
 from rlk.loop.records import MANIFEST, METRICS, PLAN, SAMPLES, Manifest, SampleLine, StepResult, logprobs_file
 from rlk.loop.rewards import reward_of
 from rlk.model.config import CheckpointError
 from rlk.model.weights import load_checkpoint
-
-T = TypeVar("T", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -60,9 +56,9 @@ def read_run(path: Path) -> tuple[LoopRun | None, list[str]]:
         return None, [f"{Path(error.filename).name} is missing: the run is not at its end, or was killed"]
     except (OSError, ValidationError) as error:
         return None, [f"plan.json or manifest.json is unreadable: {_short(error)}"]
-    steps, broken = _lines(path / METRICS, StepResult)
+    steps, broken = read_lines(path / METRICS, StepResult)
     problems += broken
-    samples, broken = _lines(path / SAMPLES, SampleLine)
+    samples, broken = read_lines(path / SAMPLES, SampleLine)
     problems += broken
     return (None if problems else LoopRun(path, plan, manifest, steps, samples)), problems
 
@@ -196,25 +192,6 @@ def _kernels(run: LoopRun) -> Iterator[str]:
         read = run.manifest.engines.get(side, {})
         if read.get("mode") != mode or read.get("model_hash") != run.manifest.model_hashes[-1]:
             yield f"the {side} engine's read-back is not of a {mode} engine with the last published weights"
-
-
-def _lines(path: Path, kind: type[T]) -> tuple[list[T], list[str]]:
-    """Records of a file of JSON lines; a cut last line and a line of another kind are problems."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return [], []  # a run that ended before its first line; the ending says so
-    except (OSError, UnicodeDecodeError) as error:
-        return [], [f"{path.name} cannot be read: {_short(error)}"]
-    records, problems = [], []
-    if text and not text.endswith("\n"):
-        problems.append(f"{path.name} is truncated: its last line has no end")
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            records.append(kind.model_validate_json(line))
-        except ValidationError as error:
-            problems.append(f"{path.name} line {number} is not a record: {_short(error)}")
-    return records, problems
 
 
 def _short(error: Exception) -> str:
