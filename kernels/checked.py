@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -13,21 +12,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 T = TypeVar("T")
 
 _known = WeakIdKeyDictionary()  # tensor → (version, {facts: value})
-_trust = threading.local()
+_trusted: set[object] = set()  # one for each open context of trust
 
 
 @contextmanager
 def trusted() -> Iterator[None]:
-    """No check runs in this thread inside: the caller refused wrong values where they came in, and its host must not wait for the device.
+    """No check of a card's tensors runs in this process inside, on no thread, since torch's backward pass has its own: the caller refused
+    wrong values where they came in, and its host must not wait for the device.
 
     A wrong value then shows as NaN, as in a captured graph.
     """
-    before = getattr(_trust, "on", False)
-    _trust.on = True
+    mine = object()
+    _trusted.add(mine)
     try:
         yield
     finally:
-        _trust.on = before
+        _trusted.remove(mine)
 
 
 def remembered(tensor: torch.Tensor, facts: Hashable, compute: Callable[[], T]) -> T:
@@ -61,6 +61,6 @@ def check_once(tensor: torch.Tensor, facts: Hashable, check: Callable[[], None])
     None runs while a graph is captured, where the host must not wait, nor inside :func:`trusted`. Kernels therefore never read or write
     outside their operands whatever the values are.
     """
-    if tensor.is_cuda and (getattr(_trust, "on", False) or torch.cuda.is_current_stream_capturing()):
+    if tensor.is_cuda and (_trusted or torch.cuda.is_current_stream_capturing()):
         return
     remembered(tensor, facts, check)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,12 +132,21 @@ def test_interpreted_indices_and_masks() -> None:
     assert done.stdout.endswith("every index and mask is right\n")
 
 
-def test_trusted_values_are_not_looked_at() -> None:
-    card: Any = SimpleNamespace(is_cuda=True)
+def test_trusted_values_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Card(SimpleNamespace):
+        is_cuda, _version = True, 0
+        is_inference = staticmethod(lambda: False)
+
+    card: Any = Card()
     host, seen = torch.zeros(1), []
     with trusted():
         with trusted():
             check_once(card, "fact", lambda: seen.append("card"))
         check_once(card, "fact", lambda: seen.append("card"))
+        with ThreadPoolExecutor(1) as other:  # as the thread of a backward pass
+            other.submit(check_once, card, "fact", lambda: seen.append("card")).result()
         check_once(host, "fact", lambda: seen.append("host"))
     assert seen == ["host"]  # a host need not wait for itself
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    check_once(card, "fact", lambda: seen.append("card"))
+    assert seen == ["host", "card"]

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from rlk.contract.arms import ROUTES, Route
 from rlk.contract.numerics import Numerics
 from rlk.contract.settings import require_settings
+from rlk.kernels.checked import trusted
 from rlk.model import shards
 from rlk.model.config import Qwen3Config
 from rlk.model.trace import Trace
@@ -99,10 +100,10 @@ class StrictModel:
 
     def score(self, batch: MicroBatch, trace: Trace | None = None) -> list[float]:
         """Logprob of every response token of all samples, fp32 values; the same on every rank."""
-        self._require(batch)
+        require_ids(batch.samples, self.config.vocab_size)
         if trace is not None and not self.parallel.alone:
             raise ValueError("intermediates are recorded in a world of one: trace with TP = CP = 1")
-        with torch.no_grad(), self.tokens.use(batch, trace):
+        with torch.no_grad(), trusted(), self.tokens.use(batch, trace):
             scores, bad = self.scoring.joined(batch, *self._logp(batch))
             require_finite(bad)
             return scores.tolist()
@@ -112,18 +113,14 @@ class StrictModel:
 
         The backward pass is on its way before the host waits to know whether the scores are finite: gradients mean nothing after an error.
         """
-        self._require(batch)
-        with self.tokens.use(batch):
+        require_ids(batch.samples, self.config.vocab_size)
+        with trusted(), self.tokens.use(batch):
             scores, bad = self._logp(batch)
             every, worst = self.scoring.joined(batch, scores, bad)
             scores.backward(self.scoring.seeded(batch, scores, seeds(every).float()))
             self.tokens.require_gradients(self.parameters)
             self.tokens.join()
             require_finite(worst)
-
-    def _require(self, batch: MicroBatch) -> None:
-        if not self.parallel.alone:
-            require_ids(batch.samples, self.config.vocab_size)
 
     def _logp(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`Scoring.rows` of this rank's rows that are scored, of all of them while a trace is on."""
