@@ -107,16 +107,15 @@ class Runs:
         """The run of an integration cell: a sampling row of the contract, each engine on one rank or, of ``CROSS_TRANSPORTS``, several."""
         row = next(r for r in SAMPLING_ROWS if r.name == cell.workload.rpartition("-")[2])
         if cell.subject in CROSS_TRANSPORTS and self.platform != "cpu":
-            self.once("ranks", lambda: self._start_ranks(cell.subject, row))
+            self.once(f"ranks-{cell.subject}", lambda: self._start_ranks(cell.subject, row))
         return self.once(f"{cell.subject}-{row.name}", lambda: self.run(self._row_plan(cell.subject, row)))
 
     def _row_plan(self, subject: str, row: SamplingRow) -> RunPlan:
         # Greedy responses to one prompt are equal, so that row takes as many prompts as it takes samples.
-        shape = {"prompts": PROMPTS * GROUP, "group_size": 1} if row.sampling.greedy else {}
+        shape: dict[str, Any] = {"prompts": PROMPTS * GROUP, "group_size": 1} if row.sampling.greedy else {}
         if subject in CROSS_TRANSPORTS:
-            shape |= asdict(CROSS_RANKS[self.platform])
-        plan = self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, **shape)
-        return plan.model_copy(update={"transport": CROSS_TRANSPORTS.get(subject)})
+            shape |= {**asdict(CROSS_RANKS[self.platform]), "transport": CROSS_TRANSPORTS[subject]}
+        return self.plan(f"{subject}-{row.name}", row.sampling, steps=row.updates, **shape)
 
     def arm(self, train: Mode, rollout: Mode) -> RunSummary:
         """One update in which each side has its mode; sampling does not truncate, since a native draw returns no retained ids."""
@@ -139,7 +138,9 @@ class Runs:
             self._open(plan, mode)
 
     def _start_ranks(self, several: str, row: SamplingRow) -> None:
-        """Start the engines of one rank and those of a subject with several at once; a run that opens one waits for it."""
+        """Start the engines of one rank and those of a subject with several at once; a run that opens one waits for it. What ran before
+        ends: beside another session's chain of the whole model a card does not hold the ranks of two transports."""
+        self.cluster.stop()
         for subject in ("RR", several):
             self._open(self._row_plan(subject, row), "strict")
 

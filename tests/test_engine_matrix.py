@@ -70,8 +70,10 @@ class _Opened:
         self.asked.append(place)
         return SimpleNamespace(start=lambda *_: None)
 
-    def train(self, *_: Any) -> Any:
-        return SimpleNamespace(start=lambda *_: None)
+    train = rollout
+
+    def stop(self) -> None:
+        self.asked.append(())
 
 
 @pytest.mark.parametrize(("subject", "transport"), CROSS_TRANSPORTS.items())
@@ -81,7 +83,9 @@ def test_cells_of_several_ranks_run_over_the_transport_of_their_subject(
     def plan(runs: engines.Runs, name: str, sampling: SamplingParams, **profile: Any) -> RunPlan:
         ranks = {axis: profile.get(axis, 1) for axis in ("tp", "cp", "rollout_tp")}
         parts = {"checkpoint": SimpleNamespace(path=tmp_path), "context": 9, "micro_batch_size": 1, "grpo": None, "adam": None}
-        return RunPlan.model_construct(directory=tmp_path / name, topology=SimpleNamespace(**ranks), **parts)
+        return RunPlan.model_construct(
+            directory=tmp_path / name, topology=SimpleNamespace(**ranks), transport=profile.get("transport"), **parts
+        )
 
     ran: list[RunPlan] = []
     monkeypatch.setattr(engines.Runs, "plan", plan)
@@ -90,7 +94,8 @@ def test_cells_of_several_ranks_run_over_the_transport_of_their_subject(
     runs = engines.Runs(cast(Cluster, cluster), "cuda", tmp_path, tmp_path)
     for asked in (cell, cell, replace(cell, subject="RR")):
         runs.integration(asked)
-    assert cluster.asked == [("strict", 1, None), ("strict", 2, transport)]
+    one, several = [("strict", 1, None), ("strict", 1, 1, None)], [("strict", 2, transport), ("strict", 1, 2, transport)]
+    assert cluster.asked == [(), *one, *several]
     assert [(run.topology.rollout_tp, run.transport) for run in ran] == [(2, transport), (1, None)]
 
 

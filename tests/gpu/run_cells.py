@@ -91,9 +91,8 @@ Plan: TypeAlias = Step | list["Plan"] | tuple["Plan", ...]
 
 def plan(cards: Sequence[str], shards: int) -> Plan:
     """All sessions, on the first two of these cards. Of a card's 140 GiB eight ranks of ws2 take 26, a strict engine and its trainer 20,
-    native ones beside them 20 more, engines of several ranks 15 and, by their sizes, 9 for another transport, a shard of the operators up
-    to 6, and the chain of the whole model 110 at its end. Engines of several ranks begin at once, since they wait for each other more than
-    they compute."""
+    native ones beside them 20 more, engines of several ranks 15, a shard of the operators up to 6, and the chain of the whole model 110 at
+    its end. Engines of several ranks begin at once, since they wait for each other more than they compute."""
     first, last = cards[0], cards[:2][-1]
     topologies = tuple(_part(name, "ws2", first) for name in ("ws2_0", "ws2_1", "ws2_2"))
     several = {part_of(cell): cell.scope for cell in enumerate_cells("cuda") if cell.required and several_cards(cell)}
