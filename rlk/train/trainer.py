@@ -212,8 +212,9 @@ class MegatronTrainer:
     def publish(self, directory: Path, version: int) -> Published:
         """Write the weights as a Hugging Face checkpoint with the start checkpoint's tokenizer files; the directory must not exist."""
         facts = {"rlk_version.json": json.dumps({"version": version, "updates": self.optimizer.updates, "mode": self.mode}) + "\n"}
-        tensors = self.hf_tensors()
-        written = self.parallel.link.lead(lambda: save_checkpoint(directory, self.config, tensors, companions=self.checkpoint, files=facts))
+        packed = self._packed()
+        save = lambda: save_checkpoint(directory, self.config, self._unpacked(packed), companions=self.checkpoint, files=facts)
+        written = self.parallel.link.lead(save)
         self.version = version
         return Published(Path(directory), version, written)
 
@@ -248,11 +249,6 @@ class MegatronTrainer:
         self._model_hash = self._hash()
         if self._model_hash != held["model_hash"]:
             raise state.StateError(f"{directory}: the restored weights hash to {self._model_hash}, not {held['model_hash']}: save it again")
-
-    def hf_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The whole weights that the model computes with, by HF name; each is made when it is asked for."""
-        held = {name: parameter.detach() for name, parameter in self.model.parameters.items()}
-        return Unpacked(self.model.to_packed(held), self.config, self.numerics)
 
     def readback(self) -> dict[str, Any]:
         """JSON values read from what is built and has run: classes, versions, kernels, hashes of the weights and the rope table."""
@@ -302,8 +298,22 @@ class MegatronTrainer:
 
     def _hash(self) -> str:
         """Hash of the weights that the model computes with, taken by rank 0."""
-        tensors = self.hf_tensors()
-        return self.parallel.link.lead(lambda: model_hash(tensors))
+        packed = self._packed()
+        return self.parallel.link.lead(lambda: model_hash(self._unpacked(packed)))
+
+    def _packed(self) -> dict[str, torch.Tensor]:
+        """Whole packed weights that the model computes with, on rank 0; the others send it their parts and keep nothing."""
+        link, tp = self.parallel.link, self.parallel.tp
+        held = {name: parameter.detach() for name, parameter in self.model.parameters.items()}
+        if link.rank == 0:
+            return self.model.to_packed(held)
+        for _ in shards.each_whole(held, tp) if 0 in tp.members else ():
+            pass
+        return {}
+
+    def _unpacked(self, packed: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """By HF name; each is made when it is asked for."""
+        return Unpacked(packed, self.config, self.numerics)
 
     def _gradient_hashes(self) -> dict[str, str]:
         """Of the whole main gradients, taken by rank 0 while the next ones are gathered; it alone holds any, a few at a time."""
