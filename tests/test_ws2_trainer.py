@@ -75,7 +75,7 @@ def test_whatever_one_rank_gets_wrong_every_rank_refuses(pool: Pool, checkpoint:
     tp, cp = pair
     odd = f"rank 1 (tp {tp - 1}, cp {cp - 1})"
     assert first["id"] == last["id"] == "IndexError: sample 0: id 261 is outside 0…259: drop masked tokens"
-    for name in ("micro batch", "one sample fewer", "another lr"):
+    for name in ("micro batch", "one sample fewer", "another retained id", "another lr"):
         assert first[name] == last[name]
         assert first[name].startswith("MismatchError: ranks differ: rank 0 (tp 0, cp 0) has ")
         assert f"{odd} has " in first[name]

@@ -63,6 +63,9 @@ def refuse(rank: int, job: dict[str, Any]) -> dict[str, str]:
         said["micro batch"] = _error(lambda: (setattr(trainer, "micro_batch_size", 1 + odd), trainer.score(held)))
         trainer.micro_batch_size = 2
         said["one sample fewer"] = _error(lambda: trainer.score(held[: 3 - odd]))
+        (token, _), *others = held[2].response.support or ((0, 0),)
+        other = replace(held[2].response, support=((token, 258 + odd), *others))
+        said["another retained id"] = _error(lambda: trainer.score([*held[:2], Sample(held[2].request, other)]))
         said["another lr"] = _error(lambda: _step(trainer, lr=LR * (1 + odd)))
         said["trace"] = _error(lambda: trainer.trace(held))
         if odd:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import lt
 from typing import Any
 
 from rlk.contract.numerics import ContractError, round_fp32
@@ -91,7 +91,7 @@ def _require_support(who: str, token_ids: tuple[int, ...], support: tuple[tuple[
     if len(support) != len(token_ids):
         raise ContractError(f"{who}: {len(support)} supports for {len(token_ids)} tokens: hand over the retained ids of every token")
     for position, (token, kept) in enumerate(zip(token_ids, support)):
-        if any(a >= b for a, b in pairwise(kept)):
+        if not all(map(lt, kept, kept[1:])):
             raise ContractError(f"{who}: support at token {position} is not strictly ascending: sort the retained ids")
         if token not in kept:
             raise ContractError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -291,10 +293,16 @@ class MegatronTrainer:
         return (batch.to(self.device) for batch in held)
 
     def _batch_note(self, samples: Sequence[Sample], *more: Any) -> str:
-        """What all ranks must hold equally before they compute: counts to read, and a digest of everything."""
+        """What all ranks must hold equally before they compute: counts to read, and a digest of everything; "" of a rank alone."""
+        if self.parallel.alone:
+            return ""
         tokens = sum(len(sample.ids) for sample in samples)
-        digest = hashlib.sha256(repr((self.micro_batch_size, list(samples), more)).encode()).hexdigest()
-        return f"{len(samples)} samples of {tokens} tokens, {digest}"
+        said = [(sample.request, {**vars(sample.response), "support": None}) for sample in samples]
+        digest = hashlib.sha256(repr((self.micro_batch_size, said, more)).encode())
+        for support in (sample.response.support for sample in samples):  # thousands of times as many ids as tokens
+            digest.update(repr(None if support is None else [len(kept) for kept in support]).encode())
+            digest.update(array("q", chain.from_iterable(support or ())).tobytes())
+        return f"{len(samples)} samples of {tokens} tokens, {digest.hexdigest()}"
 
     def _hash(self) -> str:
         """Hash of the weights that the model computes with, taken by rank 0."""
