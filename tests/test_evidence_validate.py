@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -257,3 +258,15 @@ def test_the_matrix_survives_the_trip_through_a_report() -> None:
     assert len({c.cell_id for c in all_cells()}) == len(all_cells())
     assert tuple(Cell.from_row(c.row()) for c in all_cells()) == all_cells()
     assert enumerate_cells("cpu") == enumerate_cells("cpu")
+
+
+def test_a_seal_names_every_file_by_the_digest_of_all_its_bytes(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run")
+    contents = {"weights/v1/model": bytes(range(256)) * (1 << 13), "empty": b"", "weights/v2/model": b"x"}
+    for name, content in contents.items():
+        (directory.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory.path / name).write_bytes(content)
+    assert directory.digests() == {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    before = directory.digests()
+    (directory.path / "weights/v1/model").write_bytes(contents["weights/v1/model"][:-1] + b"\0")
+    assert {name for name, found in directory.digests().items() if found != before[name]} == {"weights/v1/model"}

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,10 @@ class RunDirectory:
             self.write_text(FAILED, reason.rstrip() + "\n")
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of every file but the seal, by relative path."""
+        """SHA-256 of every file but the seal, by relative path; weights have gigabytes, so files are read in pieces, several at once."""
         files = sorted(p for p in self.path.rglob("*") if p.is_file() and p.name != COMPLETE)
-        return {str(p.relative_to(self.path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+        with ThreadPoolExecutor() as pool:
+            return {str(p.relative_to(self.path)): found for p, found in zip(files, pool.map(_digest, files))}
 
     def seal(self) -> Path:
         """Write ``COMPLETE`` with the digest of every file; nothing can be written afterwards."""
@@ -88,3 +90,8 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path} is sealed: start another run")
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
