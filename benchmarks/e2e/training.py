@@ -15,6 +15,7 @@ Eight layers of Qwen3-8B take 50 GB for each of the two trainers: weights, and g
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -155,6 +156,7 @@ def measure(checkpoint: Path, prompt: int, keep: Callable[[dict[str, Any]], None
         return result
     native = Arm("native", checkpoint, prompt, device)
     own = [layer.self_attention.core_attention for layer in native.trainer.model.module.decoder.layers]
+    gc.freeze()  # as the loop's trainers do: a full collection stops a step for a quarter of a second and more
     steps: dict[str, Step] = {AS_IT_COMES: attended(native, own), NATIVE: attended(native, [Fused() for _ in own]), STRICT: strict.step}
     for number in range(WARM_UP + STEPS):
         order = list(steps.items())

@@ -11,6 +11,7 @@ equal gradients on every rank, and the strict and the native scores must agree w
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -171,6 +172,7 @@ def run(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     ranks = Ranks(rank, job)
     result: dict[str, Any] = {**ranks.proved(), "times_ms": {}, "profile": {}}
     arms = ranks.arms()
+    gc.freeze()  # as the loop's trainers do: a full collection stops a step for a quarter of a second and more
     wait = torch.cuda.synchronize if job["device"] == "cuda" else lambda: None
     for number in range(WARM_UP + STEPS):
         order = list(arms.items())

@@ -167,8 +167,7 @@ class TrainActor(_Process):
     def turn_to(self, mode: Mode) -> None:
         """Train in this mode: a model of another one is dropped, and :meth:`open` builds anew."""
         if mode != self._mode:
-            self._trainer = None
-            gc.collect()
+            self._drop()
         self._mode = mode
 
     @_plain_errors
@@ -179,15 +178,20 @@ class TrainActor(_Process):
         from rlk.train.trainer import MegatronTrainer
 
         if self._trainer is None or self._trainer.checkpoint != Path(checkpoint):
-            self._trainer = None
-            gc.collect()
+            self._drop()
             self._trainer = MegatronTrainer(
                 checkpoint, mode=self._mode, device=self._device, numerics=self._numerics, grpo=grpo, adam=adam, port=self._port,
                 tp=self._tp, cp=self._cp, rank=self._rank, transport=self._transport,
             )  # fmt: skip
+            gc.freeze()  # a full collection, which looks at all that is loaded, stops a step for a quarter of a second and more
         trainer = self._trainer
         trainer.micro_batch_size, trainer.grpo, trainer.optimizer.params = micro_batch_size, grpo, adam
         dispatch.reset_readback()
+
+    def _drop(self) -> None:
+        self._trainer = None
+        gc.unfreeze()
+        gc.collect()
 
     @_plain_errors
     def adopt(self, checkpoint: Path, version: int) -> Identity:
