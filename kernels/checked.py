@@ -55,12 +55,16 @@ def check_device(op: str, **operands: torch.Tensor) -> None:
             raise ValueError(f"{op}: {name} is on {device} and {first} on {home}: move {name} to {home}")
 
 
+def unread(tensor: torch.Tensor) -> bool:
+    """Whether no check may read the values of ``tensor`` now: inside :func:`trusted`, and while a graph is captured, those of a card."""
+    return tensor.is_cuda and (bool(_trusted) or torch.cuda.is_current_stream_capturing())
+
+
 def check_once(tensor: torch.Tensor, facts: Hashable, check: Callable[[], None]) -> None:
     """Run ``check``, which raises if the values of ``tensor`` are wrong, unless it passed before.
 
-    None runs while a graph is captured, where the host must not wait, nor inside :func:`trusted`. Kernels therefore never read or write
-    outside their operands whatever the values are.
+    None runs where they are :func:`unread`. Kernels therefore never read or write outside their operands whatever the values are.
     """
-    if tensor.is_cuda and (_trusted or torch.cuda.is_current_stream_capturing()):
+    if unread(tensor):
         return
     remembered(tensor, facts, check)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from rlk.kernels._triton import from_triton
+from rlk.kernels.checked import unread
 from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.logp import cpu
 
@@ -148,7 +149,7 @@ def require_rows(
 ) -> None:
     """Raise ValueError for arguments of a row that the kernel could not score, before it runs. Values of inactive rows are not read.
 
-    While a graph is captured on a GPU no value can be read; a row that selects nothing it supports then scores NaN.
+    No value of a card is read where it is trusted or a graph is captured; a row that selects nothing it supports then scores NaN.
     """
     bits, columns = False, width
     if support is not None and support.dtype == torch.uint8:
@@ -161,7 +162,7 @@ def require_rows(
     ):
         if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
             raise ValueError(f"{op}: {name} {tuple(tensor.shape)} {tensor.dtype} must be {shape} {dtype}, one per row of logits")
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+    if unread(ids):
         return
     scored = torch.arange(rows, device=ids.device) if active is None else active.nonzero()[:, 0]
     ids, temperature = ids[scored], temperature[scored]

@@ -12,6 +12,7 @@ import torch
 
 from rlk.contract.numerics import is_power_of_two
 from rlk.kernels._triton import from_triton
+from rlk.kernels.checked import unread
 from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.logp import cpu
 
@@ -72,14 +73,15 @@ def join(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logp and LSE, [T] fp32 each, from the parts [ranks, T, 3] of all ranks in shard order; every rank is as wide as ``columns``.
 
-    Raises ValueError on a wrong shape and for a selected id that no rank holds.
+    Raises ValueError on a wrong shape and for a selected id that no rank holds, whose row has no meaning where ids are unread.
     """
     if parts.dtype != torch.float32 or parts.ndim != 3 or parts.shape[2] != 3 or not is_power_of_two(len(parts)):
         raise ValueError(f"logp: parts {tuple(parts.shape)} {parts.dtype} must be float32 [ranks, T, 3]")
     _require("ids", ids, (parts.shape[1],), torch.int64)
-    chosen = ids if active is None else ids[active]
-    if bool(((chosen < 0) | (chosen >= columns.vocab_size)).any()):
-        raise ValueError(f"logp: a selected id lies outside the {columns.vocab_size} real columns")
+    if not unread(ids):
+        chosen = ids if active is None else ids[active]
+        if bool(((chosen < 0) | (chosen >= columns.vocab_size)).any()):
+            raise ValueError(f"logp: a selected id lies outside the {columns.vocab_size} real columns")
     logp, lse = select("logp", _JOIN, backend, parts.device)(parts, ids, active, columns.width)
     return logp, lse
 

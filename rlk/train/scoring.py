@@ -49,7 +49,7 @@ class Scoring:
             bad = first_bad_row(logits.detach()[: len(batch.rows)])  # a rank that scores none has a row of no meaning
             bad = torch.where(bad < 0, bad, batch.scored[bad])
         active = batch.ids.new_zeros(count, dtype=torch.bool)
-        active[at] = True
+        active.index_fill_(0, at, True)  # an item assignment waits for the card
         targets = batch.targets.new_zeros(count)
         targets[at] = batch.targets
         temperature = batch.temperature.new_ones(count)
