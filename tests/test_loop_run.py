@@ -97,7 +97,7 @@ class FakeTrain:
             "loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "tokens": sum(len(r.token_ids) for r in self.seen),
             "reward_mean": sum(values) / len(values), "reward_std": 0.0, "reward_min": min(values), "reward_max": max(values),
             "flat_groups": flat, "empty_samples": [r.sample_id for r in self.seen if not r.token_ids], "grad_norm": 1.0, "grad_scale": 1.0,
-            "lr": lr, "updates": self.updates, "gradient_hashes": {"embedding": "00"},
+            "lr": lr, "updates": self.updates,
             "model_hash_before": before, "model_hash_after": model_hash(self.tensors),
         }  # fmt: skip
 
@@ -110,6 +110,9 @@ class FakeTrain:
 
     def identity(self) -> tuple[int, str]:
         return self.version, model_hash(self.tensors)
+
+    def gradient_hashes(self) -> dict[str, str]:
+        return {"embedding": "00"}
 
     def seconds(self) -> dict[str, float]:
         return {"optimizer": 0.5}
@@ -193,6 +196,7 @@ def test_a_good_run_is_on_record_and_valid(plan: Callable[..., RunPlan]) -> None
     assert RunSummary(directory=resolved.directory, manifest=summary.manifest, steps=summary.steps) == summary
     assert run_report(resolved.directory)[0] is not None
     assert "3/3" in step_line(summary.steps[-1], 3)
+    assert all(step.gradient_hashes == {"embedding": "00"} for step in summary.steps)
     assert all(step.parts_s == {"train optimizer": 0.5, "rollout copy": 0.25} for step in summary.steps)
     assert all(list(step.timings_s) == ["generate", "score", "compare", "reference", "update", "publish", "load"] for step in summary.steps)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from rlk.contract.update import AdamParams, GrpoParams
 from rlk.kernels.lm_head import lm_head, lm_head_weight_grad
 from rlk.kernels.logp import logp
 from rlk.kernels.rms_norm import rms_norm_gamma_grad
+from rlk.model import weights
 from rlk.model.config import Qwen3Config
 from rlk.model.layout import hf_shapes, unpack_weights
 from rlk.model.trace import Trace
@@ -141,24 +143,48 @@ def test_weight_gradients_are_summed_in_token_order(checkpoint: Path) -> None:
 
 def test_two_runs_have_equal_gradient_hashes(checkpoint: Path) -> None:
     # Case 24.
-    first, second = (one_step(build(checkpoint)) for _ in range(2))
+    trainers = [build(checkpoint) for _ in range(2)]
+    first, second = (one_step(trainer) for trainer in trainers)
     assert first == second
-    assert len(first.gradient_hashes) == 2 + 1 + 8 * CONFIG.num_hidden_layers
-    assert len(set(first.gradient_hashes.values())) == len(first.gradient_hashes)
+    hashes, again = (trainer.gradient_hashes() for trainer in trainers)
+    assert hashes == again == weights.tensor_hashes(trainers[0].optimizer.gradients)
+    assert len(hashes) == 2 + 1 + 8 * CONFIG.num_hidden_layers
+    assert len(set(hashes.values())) == len(hashes)
     # Control: one changed token is seen in every tensor.
     samples = random_samples()
     response = samples[1].response
     samples[1] = Sample(samples[1].request, replace(response, token_ids=(response.token_ids[0] ^ 1, *response.token_ids[1:])))
-    other = one_step(build(checkpoint), samples)
-    assert not set(other.gradient_hashes.values()) & set(first.gradient_hashes.values())
+    one_step(trainers[1], samples)
+    assert not set(trainers[1].gradient_hashes().values()) & set(hashes.values())
+
+
+def test_gradients_wait_for_their_hashes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, trainer = weights.tensor_hash, build(checkpoint)
+
+    def slow(tensor: torch.Tensor) -> str:
+        time.sleep(0.05)
+        return taken(tensor)
+
+    monkeypatch.setattr(weights, "tensor_hash", slow)
+    one_step(trainer)
+    held = {name: gradient.clone() for name, gradient in trainer.optimizer.gradients.items()}
+    trainer.load(checkpoint, 1)  # sets all gradients to zero
+    assert trainer.gradient_hashes() == weights.tensor_hashes(held)
+    # Control: without the wait hashes are of what came later.
+    one_step(trainer)
+    held = {name: gradient.clone() for name, gradient in trainer.optimizer.gradients.items()}
+    trainer._hash_gradients()
+    trainer.optimizer.zero_gradients()
+    assert trainer.gradient_hashes() != weights.tensor_hashes(held)
 
 
 def test_sample_order_does_not_matter(checkpoint: Path) -> None:
-    expected = one_step(build(checkpoint))
+    plain = build(checkpoint)
+    one_step(plain)
     trainer, samples = build(checkpoint), random_samples()[::-1]
     old = trainer.score(samples)
-    shuffled = trainer.step(samples, REWARDS[::-1], GROUPS[::-1], old, lr=LR, reference_scores=trainer.reference_score(samples))
-    assert shuffled.gradient_hashes == expected.gradient_hashes
+    trainer.step(samples, REWARDS[::-1], GROUPS[::-1], old, lr=LR, reference_scores=trainer.reference_score(samples))
+    assert trainer.gradient_hashes() == plain.gradient_hashes()
 
 
 def test_micro_batches_fold_in_order(checkpoint: Path) -> None:
@@ -221,8 +247,8 @@ def test_empty_response_and_flat_group_are_reported_and_contribute_nothing(check
     metrics = trainer.step(batch, [1.0, 0.0, 0.5, 0.5, 0.5], [0, 0, 1, 1, 1], trainer.score(batch), lr=LR)
     assert (metrics.empty_samples, metrics.flat_groups) == ((9,), (1,))
     plain = build(checkpoint)
-    expected = plain.step(samples, [1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1], plain.score(samples), lr=LR)
-    assert metrics.gradient_hashes == expected.gradient_hashes
+    plain.step(samples, [1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1], plain.score(samples), lr=LR)
+    assert trainer.gradient_hashes() == plain.gradient_hashes()
 
 
 def test_all_rewards_equal_changes_no_weight_by_gradient(checkpoint: Path) -> None:

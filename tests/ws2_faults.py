@@ -98,7 +98,7 @@ def _trainer(rank: int, job: dict[str, Any]) -> MegatronTrainer:
 def _step(trainer: MegatronTrainer, lr: float = LR) -> dict[str, Any]:
     held = samples()
     metrics = trainer.step(held, [1.0, 0.0, 0.5], [0, 0, 0], trainer.score(held), lr=lr)
-    return metrics.as_dict()
+    return {**metrics.as_dict(), "gradient_hashes": trainer.gradient_hashes()}
 
 
 def _error(action: Callable[[], object]) -> str:

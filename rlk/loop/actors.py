@@ -240,6 +240,11 @@ class TrainActor(_Process):
         return metrics.as_dict()
 
     @_plain_errors
+    def gradient_hashes(self) -> dict[str, str]:
+        """SHA-256 of every gradient of the last update, by packed name."""
+        return self._running.gradient_hashes()
+
+    @_plain_errors
     def publish(self, directory: Path, version: int) -> str:
         """Write the weights as a Hugging Face checkpoint; returns their hash."""
         return self._running.publish(directory, version).model_hash
@@ -252,7 +257,7 @@ class TrainActor(_Process):
 
     @_plain_errors
     def seconds(self) -> dict[str, float]:
-        """Of the parts of the last :meth:`update`, by name."""
+        """Of the parts of the last :meth:`update` and :meth:`gradient_hashes`, by name."""
         return self._running.clock.seconds
 
     @_plain_errors

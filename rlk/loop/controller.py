@@ -229,6 +229,7 @@ class _Run:
         with clock("load"):
             loading = rollout.start("load", self._weights(published_version), published_version, published)
             held: Identity = train.call("identity")
+            hashes = train.call("gradient_hashes")
             served: Identity = loading.result()
         if not served == held == (published_version, published):
             raise _Stop(f"update {step}: published {(published_version, published)}, rollout serves {served}, trainer holds {held}")
@@ -241,6 +242,7 @@ class _Run:
             refused={r.sample_id: r.finish_reason for r in responses if r.finish_reason.startswith("refused")},
             finish_reasons=dict(Counter(r.finish_reason.split(":")[0] for r in responses)),
             cached_tokens=sum(r.cached_tokens for r in responses),
+            gradient_hashes=hashes,
             hash_before=before,
             hash_after=metrics["model_hash_after"],
             published_version=published_version,

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import BoundedSemaphore
@@ -47,7 +47,10 @@ class Checkpoint:
 
 def tensor_hash(tensor: torch.Tensor) -> str:
     """SHA-256 (hex) over dtype, shape and raw row-major bytes, so that equal bytes of another shape or dtype hash differently."""
-    return _hashed(tensor, lambda piece: None)
+    digest = _digest_of(tensor)
+    for piece in _host_pieces(tensor):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def model_hash(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -61,12 +64,15 @@ def tensor_hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 class TensorHashes:
-    """:func:`tensor_hash` of tensors that come one by one, taken in a few threads meanwhile; at most ``HELD`` wait or are hashed."""
+    """:func:`tensor_hash` of tensors that come one by one, on half of the cores beside other work; at most ``HELD`` wait or are hashed.
+
+    A tensor must not change before :meth:`wait`.
+    """
 
     HELD = 32
 
     def __init__(self) -> None:
-        self._pool, self._room = ThreadPoolExecutor(_threads()), BoundedSemaphore(self.HELD)
+        self._pool, self._room = ThreadPoolExecutor(max(1, _threads() // 2)), BoundedSemaphore(self.HELD)
         self._begun: dict[str, Future[str]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -74,6 +80,10 @@ class TensorHashes:
         self._room.acquire()
         self._begun[name] = self._pool.submit(tensor_hash, tensor)
         self._begun[name].add_done_callback(lambda done: self._room.release())
+
+    def wait(self) -> None:
+        """Until every tensor so far is hashed, or cannot be."""
+        wait(self._begun.values())
 
     def result(self) -> dict[str, str]:
         """Hashes by name, of all that were added; nothing can be added afterwards."""
@@ -98,20 +108,15 @@ def _threads() -> int:
     return min(_HASHERS, len(os.sched_getaffinity(0)))
 
 
-def _hashed(tensor: torch.Tensor, take: Callable[[memoryview], object]) -> str:
-    """:func:`tensor_hash`; ``take`` is given the same bytes, piece by piece."""
-    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
-    for piece in _host_pieces(tensor.detach().contiguous().reshape(-1).view(torch.uint8)):
-        held = piece.numpy().data
-        digest.update(held)
-        take(held)
-    return digest.hexdigest()
+def _digest_of(tensor: torch.Tensor) -> hashlib._Hash:
+    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
 
 
-def _host_pieces(raw: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of ``raw`` in host memory, in order; from a card through one pinned buffer, which the next piece overwrites."""
+def _host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The raw row-major bytes in host memory, in order; from a card through one pinned buffer, which the next piece overwrites."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if not raw.is_cuda:
-        yield from raw.split(_PIECE)
+        yield from (piece.numpy().data for piece in raw.split(_PIECE))
         return
     with torch.cuda.device(raw.device):
         ready, stream = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -121,7 +126,7 @@ def _host_pieces(raw: torch.Tensor) -> Iterator[torch.Tensor]:
             with torch.cuda.stream(stream):
                 buffer[: piece.numel()].copy_(piece, non_blocking=True)
             stream.synchronize()
-            yield buffer[: piece.numel()]
+            yield buffer[: piece.numel()].numpy().data
         raw.record_stream(stream)
 
 
@@ -195,7 +200,8 @@ def save_checkpoint(
 
 
 def _write(file: Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Write bf16 ``tensors`` of these shapes as the safetensors library would, several at once, and return their model hash.
+    """Write bf16 ``tensors`` of these shapes as the safetensors library would and return their model hash. Several tensors are on their way
+    at once, and each piece of one is written while it is hashed.
 
     The format: size of the header in 8 bytes (little-endian), the header (JSON, filled with spaces to a multiple of 8), then the raw
     row-major bytes of the tensors in the order of their names.
@@ -208,23 +214,28 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str,
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     head = len(header).to_bytes(8, "little") + header
-    with file.open("xb") as opened:
+    with file.open("xb") as opened, ThreadPoolExecutor(_threads()) as writers:
         opened.write(head)
         opened.truncate(len(head) + end)
         opened.flush()
 
         def stored(name: str) -> str:
-            at = len(head) + entries[name]["data_offsets"][0]
-
-            def put(piece: memoryview) -> None:
-                nonlocal at
-                while piece:
-                    done = os.pwrite(opened.fileno(), piece, at)
-                    at, piece = at + done, piece[done:]
-
-            return _hashed(tensors[name], put)
+            tensor, at = tensors[name], len(head) + entries[name]["data_offsets"][0]
+            digest = _digest_of(tensor)
+            for piece in _host_pieces(tensor):
+                writing = writers.submit(_put, opened.fileno(), piece, at)
+                digest.update(piece)
+                writing.result()
+                at += len(piece)
+            return digest.hexdigest()
 
         return _joined(_for_each(tensors, stored))
+
+
+def _put(file: int, piece: memoryview, at: int) -> None:
+    while piece:
+        done = os.pwrite(file, piece, at)
+        at, piece = at + done, piece[done:]
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -57,15 +57,13 @@ class Published:
 class StepMetrics(LossSummary):
     """One update: the loss's figures and the optimizer's.
 
-    grad_norm: before clipping. grad_scale: factor of the clip, 1 if none. gradient_hashes: SHA-256 of every fp32 main gradient before
-    clipping, by packed name. model_hash_before, model_hash_after: of the bf16 weights.
+    grad_norm: before clipping. grad_scale: factor of the clip, 1 if none. model_hash_before, model_hash_after: of the bf16 weights.
     """
 
     grad_norm: float
     grad_scale: float
     lr: float
     updates: int
-    gradient_hashes: dict[str, str]
     model_hash_before: str
     model_hash_after: str
 
@@ -132,7 +130,7 @@ class MegatronTrainer:
             tp=self.parallel.tp, on_host=state == "host", fused=mode == "strict",
         )  # fmt: skip
         self._traffic: list[dict[str, Any]] = []
-        self.clock = Clock(self.device)
+        self._hashes, self.clock = TensorHashes(), Clock(self.device)
 
     def score(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Logprob of every response token under the present weights, fp32 values, aligned with ``samples``.
@@ -186,7 +184,7 @@ class MegatronTrainer:
         link.traffic.reset()
         with link.unit("step", self._batch_note(samples, rewards, groups, old_scores, reference_scores, lr)):
             with self.clock("gradients"):
-                self.optimizer.zero_gradients()
+                self._zero_gradients()
                 for batch in self._batches(samples):
                     self.model.accumulate(batch, partial(loss.seeds, batch))
                 summary = loss.summary()
@@ -196,8 +194,7 @@ class MegatronTrainer:
                     link.together(self.optimizer.require_padding)
                 norm, scale = self.optimizer.update(lr)
             self._traffic = link.traffic.rows()
-            with self.clock("gradient hashes"):
-                hashes = self._gradient_hashes()
+            self._hash_gradients()
             with self.clock("model hash"):
                 self._model_hash = self._hash()
         return StepMetrics(
@@ -206,10 +203,18 @@ class MegatronTrainer:
             grad_scale=scale,
             lr=lr,
             updates=self.optimizer.updates,
-            gradient_hashes=hashes,
             model_hash_before=before,
             model_hash_after=self._model_hash,
         )
+
+    def gradient_hashes(self) -> dict[str, str]:
+        """SHA-256 of every whole fp32 main gradient of the last :meth:`step`, before clipping, by packed name.
+
+        They are taken from its end on, beside whatever comes next; here, and before gradients change, they are waited for.
+        """
+        with self.clock("gradient hashes"):
+            found = json.loads(self.parallel.link.lead(lambda: json.dumps(self._hashes.result())))
+        return {name: found[name] for name in self.model.parameters}
 
     def publish(self, directory: Path, version: int) -> Published:
         """Write the weights as a Hugging Face checkpoint with the start checkpoint's tokenizer files; the directory must not exist."""
@@ -228,7 +233,7 @@ class MegatronTrainer:
         source = load_checkpoint(directory)
         packed = pack_weights(source.tensors, self.config, self.numerics)
         parameters.load(self.model.parameters, self.model.from_packed(packed))
-        self.optimizer.zero_gradients()
+        self._zero_gradients()
         self.optimizer.reset()
         self.version = version
         self._model_hash = self._hash()
@@ -323,14 +328,16 @@ class MegatronTrainer:
         """By HF name; each is made when it is asked for."""
         return Unpacked(packed, self.config, self.numerics)
 
-    def _gradient_hashes(self) -> dict[str, str]:
-        """Of the whole main gradients, taken by rank 0 while the next ones are gathered; it alone holds any, a few at a time."""
-        link, tp, hashes = self.parallel.link, self.parallel.tp, TensorHashes()
+    def _hash_gradients(self) -> None:
+        """Hand the whole main gradients to rank 0's threads while the next ones are gathered; it alone holds any, a few at a time."""
+        tp, self._hashes = self.parallel.tp, TensorHashes()
         for name, tensor in shards.each_whole(self.optimizer.gradients, tp) if 0 in tp.members else ():
-            if link.rank == 0:
-                hashes.add(name, tensor)
-        found = json.loads(link.lead(lambda: json.dumps(hashes.result())))
-        return {name: found[name] for name in self.model.parameters}
+            if self.parallel.link.rank == 0:
+                self._hashes.add(name, tensor)
+
+    def _zero_gradients(self) -> None:
+        self._hashes.wait()
+        self.optimizer.zero_gradients()
 
     def _real_rows(self) -> dict[str, int]:
         """This rank's rows of the vocabulary weights that are no padding."""
