@@ -42,6 +42,8 @@ def score(sample: int, position: int) -> float:
 
 
 class FakeRollout:
+    seconds = staticmethod(lambda: {"copy": 0.25})
+
     def __init__(self, mode: str) -> None:
         self.mode, self.version, self.hash = mode, -1, ""
 
@@ -62,14 +64,14 @@ class FakeRollout:
         assert self.hash == announced
         return self.version, self.hash
 
-    def seconds(self) -> dict[str, float]:
-        return {"copy": 0.25}
-
     def readback(self) -> dict[str, Any]:
         return {"mode": self.mode, "model_hash": self.hash, "kernels": [KERNEL] if self.mode == "strict" else []}
 
 
 class FakeTrain:
+    gradient_hashes = staticmethod(lambda: {"embedding": "00"})
+    seconds = staticmethod(lambda: {"optimizer": 0.5})
+
     def __init__(self, mode: str) -> None:
         self.mode, self.version, self.updates, self.seen = mode, -1, 0, list[Response]()
 
@@ -110,12 +112,6 @@ class FakeTrain:
 
     def identity(self) -> tuple[int, str]:
         return self.version, model_hash(self.tensors)
-
-    def gradient_hashes(self) -> dict[str, str]:
-        return {"embedding": "00"}
-
-    def seconds(self) -> dict[str, float]:
-        return {"optimizer": 0.5}
 
     def readback(self) -> dict[str, Any]:
         return {"mode": self.mode, "model_hash": self.identity()[1], "kernels": [KERNEL] if self.mode == "strict" else []}
