@@ -181,12 +181,12 @@ class _Run:
                 result = self._step(step, rollout, train)
                 self.files.append_json(METRICS, result.model_dump(mode="json"))
                 self.steps.append(result)
-                self._drop_old_weights()
                 self.observer.finished(result)
         except _Stop:
             with suppress(EngineFault, EngineLost):
                 self._read_back(rollout, train)
             raise
+        self._drop_old_weights()
         self._read_back(rollout, train)
         return RunSummary(directory=plan.directory, manifest=self._end("finished"), steps=tuple(self.steps))
 
@@ -210,7 +210,9 @@ class _Run:
         tasks = self.tasks(step)
         requests = plan.requests(step, [self.tokenizer.encode(task.prompt) for task in tasks])
         with clock("generate"):
-            responses: list[Response] = rollout.call("generate", requests)
+            answering = rollout.start("generate", requests)
+            self._drop_old_weights()
+            responses: list[Response] = answering.result()
         _require_answers(step, requests, responses, version)
         with clock("score"):
             # The trainer is not even sent what it is compared with.
@@ -321,7 +323,8 @@ class _Run:
         return self.files.path / "weights" / f"v{version}"
 
     def _drop_old_weights(self) -> None:
-        old = self.steps[-1].published_version - self.plan.keep_versions
+        """Of all but the last ``keep_versions``; gigabytes take their time, so it is done while the rollout engine works."""
+        old = self._current()[0] - self.plan.keep_versions
         if old > 0:
             shutil.rmtree(self._weights(old), ignore_errors=True)
 
