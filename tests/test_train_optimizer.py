@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from operator import add
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 
 from rlk.contract.numerics import ContractError, round_fp32
 from rlk.contract.orders import fold_halves, fold_pairs
-from rlk.contract.update import AdamParams, AdamStep
-from rlk.kernels.update import adam
+from rlk.contract.update import NORM_BLOCK, AdamParams, AdamStep
+from rlk.kernels.update import AdamTensors, adam, square_sums
 from rlk.train import optimizer as optimizers
-from rlk.train.norm import GradientNormError, gradient_norm, square_sums
+from rlk.train.norm import GradientNorm, GradientNormError
 from rlk.train.optimizer import Adam, OptimizerError
 from rlk.train.parameters import prepare_gradients
 
@@ -21,7 +22,7 @@ F = round_fp32
 
 
 def square_sum(x: torch.Tensor) -> float:
-    return float(square_sums([x[None]])[0])
+    return float(square_sums([x[None]], NORM_BLOCK)()[0])
 
 
 def random(*shape: int, seed: int = 3) -> torch.Tensor:
@@ -48,7 +49,7 @@ def test_update_is_the_scalar_formula(decays: bool) -> None:
     weight = w.bfloat16()
     for number in range(1, 5):
         gradient = random(count, seed=10 + number) * 10.0 ** (number - 4)
-        adam(weight, w, m, v, gradient, params.step(number), scale=1.0, decays=decays)
+        adam([AdamTensors(weight, w, m, v, gradient)], [decays])(params.step(number), 1.0)
         state = [scalar_adam(*s, g, params.step(number), decays) for s, g in zip(state, gradient.tolist())]
     expected = torch.tensor(state, dtype=torch.float32)
     for at, tensor in enumerate((w, m, v)):
@@ -89,22 +90,48 @@ def test_parameters_become_rounded_masters_and_norms_do_not_decay() -> None:
     for name, parameter in made.parameters.items():
         m, v, decays = torch.zeros_like(before[name]), torch.zeros_like(before[name]), name != "layers.0.input_norm"
         expected = before[name].clone()
-        adam(parameter.detach().clone(), expected, m, v, made.gradients[name], step, scale=1.0, decays=decays)
+        adam([AdamTensors(parameter.detach().clone(), expected, m, v, made.gradients[name])], [decays])(step, 1.0)
         assert torch.equal(made.master[name], expected)
         assert torch.equal(parameter.data, expected.bfloat16())
         assert not torch.equal(expected, before[name])
 
 
-def test_how_many_elements_are_updated_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_on_the_host_is_updated_in_parts_to_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "_AT_ONCE", 5)
     states = []
-    for at_once in (1 << 24, 5):
-        monkeypatch.setattr(optimizers, "_AT_ONCE", at_once)
+    for on_host in (False, True):
         made = optimizer(max_norm=0.5)
+        made.state()
+        made._on_host = on_host  # where there is no card, memory cannot be pinned
         for _ in range(2):
             give_gradients(made)
             made.update(1e-2)
         states.append({**made.state(), **{name: parameter.data for name, parameter in made.parameters.items()}})
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_tensors_that_moved_are_found_again() -> None:
+    stays, moves = optimizer(), optimizer()
+    for made in (stays, moves):
+        give_gradients(made)
+        made.update(1e-2)
+    for parameter in moves.parameters.values():
+        parameter.data, parameter.main_grad = parameter.data.clone(), parameter.main_grad * 2  # type: ignore[attr-defined]
+    for gradient in stays.gradients.values():
+        gradient *= 2
+    moves.m = {name: m.clone() for name, m in moves.m.items()}
+    assert stays.update(1e-2) == moves.update(1e-2)
+    assert all(torch.equal(tensor, moves.state()[name]) for name, tensor in stays.state().items())
+    assert all(torch.equal(parameter, moves.parameters[name]) for name, parameter in stays.parameters.items())
+
+
+def test_an_optimizer_that_starts_over_keeps_no_state() -> None:
+    made = optimizer()
+    give_gradients(made)
+    made.update(1e-2)
+    old = [weakref.ref(tensor) for tensor in made.state().values()]
+    made.reset()
+    assert [tensor for held in old if (tensor := held()) is not None] == []
 
 
 def test_clip_multiplies_only_below_one() -> None:
@@ -158,13 +185,14 @@ def test_norm_joins_shards_by_the_tree_then_tensors_in_order() -> None:
     gradients = {"layers.0.qkv": row, "layers.0.o_proj": column, "final_norm": norm}
     by_rows = fold_pairs([square_sum(row[4 * s : 4 * s + 4]) for s in range(4)], add)
     by_columns = fold_pairs([square_sum(column[:, 200 * s : 200 * s + 200]) for s in range(4)], add)
-    assert gradient_norm(gradients, 4) == math.sqrt(by_rows + by_columns + square_sum(norm))
+    made = GradientNorm(gradients, 4)
+    assert made.value(made.squares()) == math.sqrt(by_rows + by_columns + square_sum(norm))
 
 
 def test_shards_of_several_tensors_are_added_as_each_alone() -> None:
     tensors = [random(8, 3, 700), random(2, 2100, seed=4), random(8, 20, 105, seed=5), random(1, 9, seed=6)]
-    found = square_sums(tensors)
-    assert [sums.tolist() for sums in found] == [[square_sum(shard) for shard in shards] for shards in tensors]
+    found = square_sums(tensors, NORM_BLOCK)()
+    assert found.tolist() == [square_sum(shard) for shards in tensors for shard in shards]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

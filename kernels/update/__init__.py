@@ -1,9 +1,13 @@
-"""update: the arithmetic of an optimizer step over one tensor, Adam and the squares of the gradient norm.
+"""update: the arithmetic of an optimizer step over all tensors of a rank, Adam and the squares of the gradient norm.
 
-Both are defined by their composition of elementwise operations (``cpu``): a backend may do them in one pass, and may not change a byte.
+Both are defined by their composition of elementwise operations (``cpu``): a backend may take all tensors in one pass, and may not change a
+byte. Both are prepared once for tensors that stay where they are, and then called as often as wanted, so that a host that starts them does
+little more than launch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,38 +15,49 @@ from rlk.contract.update import AdamStep
 from rlk.kernels._triton import from_triton
 from rlk.kernels.dispatch import Backends, select
 from rlk.kernels.update import cpu
+from rlk.kernels.update.cpu import AdamTensors
+
+__all__ = ["AdamTensors", "adam", "square_sums"]
 
 _ADAM: Backends = {"cpu": cpu.adam, "triton": from_triton("update", "adam")}
-_SQUARES: Backends = {"cpu": cpu.block_squares, "triton": from_triton("update", "block_squares")}
+_SQUARES: Backends = {"cpu": cpu.square_sums, "triton": from_triton("update", "square_sums")}
+_DTYPES = (torch.bfloat16, *[torch.float32] * 4)
 
 
-def adam(
-    weight: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, step: AdamStep, *,
-    scale: float, decays: bool, backend: str | None = None,
-) -> None:  # fmt: skip
-    """One step in place: master, m and v by the formula of ``rlk.contract.update.AdamStep``, weight = RNE bf16(master).
+def adam(parameters: Sequence[AdamTensors], decays: Sequence[bool], *, backend: str | None = None) -> Callable[[AdamStep, float], None]:
+    """A function of a step and a scale that updates all parameters in place.
 
-    weight: bf16; master, m, v, gradient: fp32; all of one shape and contiguous. scale: fp32 factor of the gradient, 1 for none; decays:
-    whether weight decay applies. The gradient stays as it is. Raises ValueError on a wrong shape, dtype or stride.
+    Master, m and v by the formula of ``rlk.contract.update.AdamStep``, weight = RNE bf16(master). At least one parameter; tensors are
+    contiguous, on one device, and keep their memory. decays: whether weight decay applies, of each parameter. scale: fp32 factor of every
+    gradient, 1 for none. Gradients stay as they are. Raises ValueError on a wrong shape, dtype, stride or device.
     """
-    for name, tensor in (("weight", weight), ("master", master), ("m", m), ("v", v), ("gradient", gradient)):
-        dtype = torch.bfloat16 if name == "weight" else torch.float32
-        if tensor.shape != master.shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"adam: {name} {tuple(tensor.shape)} {tensor.dtype} must be {dtype} {tuple(master.shape)} and contiguous")
-    select("update.adam", _ADAM, backend, master.device)(weight, master, m, v, gradient, step, scale, decays)
+    device = parameters[0].master.device
+    for at, held in enumerate(parameters):
+        for name, tensor, dtype in zip(AdamTensors._fields, held, _DTYPES):
+            if tensor.shape != held.master.shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+                raise ValueError(
+                    f"adam: {name} of parameter {at}, {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, must be {dtype} "
+                    f"{tuple(held.master.shape)} on {device} and contiguous"
+                )
+    made: Callable[[AdamStep, float], None] = select("update.adam", _ADAM, backend, device)(parameters, decays)
+    return made
 
 
-def block_squares(shards: torch.Tensor, block: int, *, backend: str | None = None) -> torch.Tensor:
-    """Σ x² of every ``block`` elements of each shard, in row-major order: [shards, blocks] fp64 of [shards, …] fp32.
+def square_sums(tensors: Sequence[torch.Tensor], block: int, *, backend: str | None = None) -> Callable[[], torch.Tensor]:
+    """A function that gives Σ x² of each shard of each tensor [shards, …]: fp64 [shards of all tensors], in order.
 
-    x² of an fp32 x is exact in fp64; the sum is a row tree, the last block filled with +0. The shards may be views of a larger tensor.
-    Raises ValueError unless shards is fp32 [shards, …] with an element and block a power of two.
+    x² of an fp32 x is exact in fp64. Order: a row tree over every ``block`` elements of the shard in row-major order, the last block filled
+    with +0, then a row tree over the block sums. The shards may be views of a larger tensor; all keep their memory. Raises ValueError
+    unless every tensor is fp32 [shards, …] with an element and adjacent elements in its rows, all on one device, and block a power of two.
     """
-    if shards.dtype != torch.float32 or shards.dim() < 2 or not shards.numel() or block & (block - 1):
-        raise ValueError(
-            f"block_squares: shards {tuple(shards.shape)} {shards.dtype} must be fp32 [shards, …], block={block} a power of two"
-        )
-    if shards.dim() > 3 or shards.stride(-1) != 1:  # a backend reads rows of whole columns
-        shards = shards.contiguous()
-    result: torch.Tensor = select("update.block_squares", _SQUARES, backend, shards.device)(shards, block)
-    return result
+    for shards in tensors:
+        right = shards.dtype == torch.float32 and shards.dim() in (2, 3) and shards.numel() and shards.device == tensors[0].device
+        if not right or shards.stride(-1) != 1:
+            raise ValueError(
+                f"square_sums: {tuple(shards.shape)} {shards.dtype} on {shards.device}, strides {shards.stride()}, must be fp32 "
+                "[shards, …], two or three dimensions whose last one is adjacent, on one device"
+            )
+    if not tensors or block < 1 or block & (block - 1):
+        raise ValueError(f"square_sums: {len(tensors)} tensors in blocks of {block}: hand over one tensor or more, and a power of two")
+    made: Callable[[], torch.Tensor] = select("update.square_sums", _SQUARES, backend, tensors[0].device)(tensors, block)
+    return made

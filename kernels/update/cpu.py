@@ -6,18 +6,40 @@ number into a product. On the CPU the square root is numpy's: torch's, from MKL,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from rlk.contract.update import AdamStep
 
 _AT_ONCE = 1 << 24
-"""fp64 elements whose squares are held at a time, unless one shard has more."""
+"""Elements of which more than the result is held at a time, unless one shard has more; no byte depends on it."""
 
 
-def adam(
-    weight: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, step: AdamStep, scale: float,
-    decays: bool,
+class AdamTensors(NamedTuple):
+    """One parameter, its state and its gradient, of one shape. weight: bf16, the others fp32."""
+
+    weight: torch.Tensor
+    master: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    gradient: torch.Tensor
+
+
+def adam(parameters: Sequence[AdamTensors], decays: Sequence[bool]) -> Callable[[AdamStep, float], None]:
+    def update(step: AdamStep, scale: float) -> None:
+        for tensors, decay in zip(parameters, decays, strict=True):
+            for weight, master, m, v, gradient in zip(*(tensor.view(-1).split(_AT_ONCE) for tensor in tensors)):
+                _adam(weight, master, m, v, gradient, decay, step, scale)
+
+    return update
+
+
+def _adam(
+    weight: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, decays: bool, step: AdamStep,
+    scale: float,
 ) -> None:  # fmt: skip
     correction1, correction2 = (torch.tensor(c, dtype=torch.float32, device=m.device) for c in (step.correction1, step.correction2))
     g = gradient * scale if scale != 1 else gradient
@@ -38,7 +60,12 @@ def _root(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def block_squares(shards: torch.Tensor, block: int) -> torch.Tensor:
+def square_sums(tensors: Sequence[torch.Tensor], block: int) -> Callable[[], torch.Tensor]:
+    return lambda: torch.cat([row_tree(_block_squares(shards, block)) for shards in tensors])
+
+
+def _block_squares(shards: torch.Tensor, block: int) -> torch.Tensor:
+    """[shards, blocks]"""
     size = shards[0].numel()
     blocks = -(-size // block)
     sums = []

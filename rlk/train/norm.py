@@ -10,8 +10,7 @@ import torch
 
 from rlk.contract.orders import fold_pairs
 from rlk.contract.update import NORM_BLOCK
-from rlk.kernels.update import block_squares
-from rlk.kernels.update.cpu import row_tree
+from rlk.kernels.update import square_sums
 from rlk.model.shards import dimension
 from rlk.parallel.collectives import Group
 
@@ -20,47 +19,41 @@ class GradientNormError(ArithmeticError):
     """A gradient is not finite; the message names the tensor."""
 
 
-Squares = Callable[[torch.Tensor, int], torch.Tensor]
-"""``rlk.kernels.update.block_squares``, or its composition."""
+Squares = Callable[[Sequence[torch.Tensor], int], Callable[[], torch.Tensor]]
+"""``rlk.kernels.update.square_sums``, or its composition."""
 
 
-def square_sums(tensors: Sequence[torch.Tensor], squares: Squares = block_squares) -> list[torch.Tensor]:
-    """Σ x² of each shard of each tensor, fp64 [shards], of fp32 [shards, …]: row tree per 1024 elements in row-major order, then over the
-    block sums. Shards of as many blocks are added side by side, which changes no byte."""
-    sums = [squares(shards, NORM_BLOCK) for shards in tensors]
-    by_blocks: dict[int, list[int]] = {}
-    for at, rows in enumerate(sums):
-        by_blocks.setdefault(rows.shape[1], []).append(at)
-    for alike in by_blocks.values():
-        totals = row_tree(torch.cat([sums[at] for at in alike])).split([len(sums[at]) for at in alike])
-        for at, total in zip(alike, totals):
-            sums[at] = total
-    return sums
+class GradientNorm:
+    """Norm over fp32 gradients by packed name, in the mapping's (model) order, as often as wanted while they keep their memory.
 
-
-def gradient_norm(gradients: Mapping[str, torch.Tensor], shards: int, tp: Group | None = None, squares: Squares = block_squares) -> float:
-    """Norm over fp32 gradients by packed name, in the mapping's (model) order.
-
-    Per (tensor, shard) :func:`square_sums`; shards joined by the tree of adjacent pairs; tensors added in order; all in fp64.
-    A weight that tensor parallelism cuts has ``shards`` shards, of which each rank of ``tp`` holds its own, a replicated one has one.
-    The host waits for the card once. Raises GradientNormError on NaN or Inf, on every rank.
+    Per (tensor, shard) ``rlk.kernels.update.square_sums`` of blocks of 1024 elements; shards joined by the tree of adjacent pairs; tensors
+    added in order; all in fp64. A weight that tensor parallelism cuts has ``shards`` shards, of which each rank of ``tp`` holds its own, a
+    replicated one has one. squares: starts the sums of this rank's shards, fp64 [shards of all gradients].
     """
-    ranks = 1 if tp is None else tp.size
-    own = square_sums([_parts(name, gradient, shards // ranks) for name, gradient in gradients.items()], squares)
-    joined = torch.cat(own)
-    every = [joined] if tp is None else list(tp.all_gather_many([joined])[0])
-    by_rank = [rows.cpu().split([len(sums) for sums in own]) for rows in every]
-    total = 0.0
-    for at, name in enumerate(gradients):
-        held = [rows[at].tolist() for rows in by_rank]
-        square = held[0][0] if dimension(name) is None else fold_pairs([shard for rank in held for shard in rank], add)
-        if not math.isfinite(square):
-            raise GradientNormError(f"the gradient of {name} is not finite: look for the first non-finite intermediate in a trace")
-        total += square
-    return math.sqrt(total)
+
+    def __init__(self, gradients: Mapping[str, torch.Tensor], shards: int, tp: Group | None = None, squares: Squares = square_sums) -> None:
+        self._tp, own = tp, shards // (1 if tp is None else tp.size)
+        self._shards = {name: 1 if dimension(name) is None else own for name in gradients}
+        self.squares = squares([_parts(name, gradient, own) for name, gradient in gradients.items()], NORM_BLOCK)
+
+    def value(self, squares: torch.Tensor) -> float:
+        """The norm from every rank's squares; the host waits for the card once. Raises GradientNormError on NaN or Inf, on every rank."""
+        every = squares[None] if self._tp is None else self._tp.all_gather_many([squares])[0]
+        by_rank, total, at = every.tolist(), 0.0, 0
+        for name, count in self._shards.items():
+            held = [shard for rank in by_rank for shard in rank[at : at + count]]
+            square = held[0] if dimension(name) is None else fold_pairs(held, add)
+            if not math.isfinite(square):
+                raise GradientNormError(f"the gradient of {name} is not finite: look for the first non-finite intermediate in a trace")
+            total += square
+            at += count
+        return math.sqrt(total)
 
 
 def _parts(name: str, gradient: torch.Tensor, shards: int) -> torch.Tensor:
     """[shards, …]: the canonical shards that this rank holds of a gradient, one for a replicated tensor."""
     cut = dimension(name)
-    return gradient[None] if cut is None else gradient.unflatten(cut, (shards, -1)).movedim(cut, 0)
+    if cut is None:
+        return gradient[None]
+    shape = gradient.shape
+    return gradient.view(*shape[:cut], shards, -1, *shape[cut + 1 :]).transpose(0, cut)

@@ -5,24 +5,45 @@ The formula and its scalars are stated in ``rlk.contract.update`` and computed i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 
-from rlk.contract.update import MAX_GRAD_NORM, AdamParams, clip_scale
+from rlk.contract.update import MAX_GRAD_NORM, AdamParams, AdamStep, clip_scale
 from rlk.kernels import update
+from rlk.kernels.update import AdamTensors
 from rlk.kernels.update import cpu as composed
 from rlk.parallel.collectives import Group
-from rlk.train.norm import Squares, gradient_norm
+from rlk.train.norm import GradientNorm, Squares
+
+T = TypeVar("T")
+Change = Callable[[AdamStep, float], None]
+"""Applies a step at a scale of the gradients."""
 
 _KINDS = ("master", "m", "v")
 _AT_ONCE = 1 << 24
-"""Elements that are updated at a time, so that what is computed on the way stays small; no byte depends on it."""
+"""Elements of a state in host memory that are on the card at a time; no byte depends on it."""
 
 
 class OptimizerError(ValueError):
     """An update or a state that breaks the contract; the message names the value or tensor."""
+
+
+class _Kept(Generic[T]):
+    """Something that was prepared for tensors, until one of them has other memory."""
+
+    def __init__(self) -> None:
+        self._where: list[int] = []
+        self._made: T | None = None
+
+    def get(self, tensors: Iterable[torch.Tensor], make: Callable[[], T]) -> T:
+        where = [tensor.data_ptr() for tensor in tensors]
+        if self._made is None or where != self._where:
+            self._where, self._made = where, make()
+        return self._made
 
 
 class Adam:
@@ -30,7 +51,7 @@ class Adam:
 
     Parameters are bf16 and carry their fp32 ``main_grad``. real_rows: number of this rank's real rows of each weight with padded
     vocabulary rows. tp: the ranks that hold the other shards. on_host: keep the state in pinned host memory, and on the card only the
-    tensor that is being updated; no byte depends on it. fused: ``rlk.kernels.update``, else the same operations of torch one by one, which
+    part that is being updated; no byte depends on it. fused: ``rlk.kernels.update``, else the same operations of torch one by one, which
     is what a native trainer does; no byte depends on that either.
     """
 
@@ -48,13 +69,15 @@ class Adam:
     ) -> None:
         self.parameters, self.params, self.shards, self.real_rows, self.max_norm = parameters, params, shards, real_rows, max_norm
         self._tp, self._on_host = tp, on_host
-        self._adam = update.adam if fused else composed.adam
-        self._squares: Squares = update.block_squares if fused else composed.block_squares
+        self._adam: Callable[[Sequence[AdamTensors], Sequence[bool]], Change] = update.adam if fused else composed.adam
+        self._squares: Squares = update.square_sums if fused else composed.square_sums
+        self._norm = _Kept[GradientNorm]()
         self.reset()
 
     def reset(self) -> None:
         """Start over from the parameters' present values: master exact, moments +0, no update done."""
         self.updates = 0
+        self._change = _Kept[Change]()
         self.master: dict[str, torch.Tensor] = {}
         self.m: dict[str, torch.Tensor] = {}
         self.v: dict[str, torch.Tensor] = {}
@@ -102,28 +125,58 @@ class Adam:
         """
         step = replace(self.params, lr=lr).step(self.updates + 1)
         self._allocate()
-        self.require_padding()
         gradients = self.gradients
-        norm = gradient_norm(gradients, self.shards, self._tp, self._squares)
-        scale = clip_scale(norm, self.max_norm)
-        device = next(iter(gradients.values())).device
-        for name, parameter in self.parameters.items():
-            tensors = (gradients[name], parameter.data, *(getattr(self, kind)[name] for kind in _KINDS))
-            for gradient, weight, *held in zip(*(tensor.view(-1).split(_AT_ONCE) for tensor in tensors)):
-                master, m, v = (part.to(device) for part in held)
-                self._adam(weight, master, m, v, gradient, step, scale=scale, decays=parameter.dim() == 2)
-                if self._on_host:
-                    for part, new in zip(held, (master, m, v)):
-                        part.copy_(new)
+        norm = self._norm.get(gradients.values(), lambda: GradientNorm(gradients, self.shards, self._tp, self._squares))
+        squares = norm.squares()
+        # A card adds squares for a while; until then the host prepares the rest, and what is said of padding is here when the norm is.
+        change = self._prepared()
+        faults, found = self._padding()
+        found = found.to("cpu", non_blocking=True)
+        value = norm.value(squares)
+        self._refuse_padding(faults, found)
+        scale = clip_scale(value, self.max_norm)
+        change(step, scale)
         self.updates += 1
-        return norm, scale
+        return value, scale
+
+    def _prepared(self) -> Change:
+        """What updates all parameters."""
+        decays = [parameter.dim() == 2 for parameter in self.parameters.values()]
+        held = [
+            AdamTensors(parameter.data, self.master[name], self.m[name], self.v[name], gradient)
+            for (name, parameter), gradient in zip(self.parameters.items(), self.gradients.values())
+        ]
+        if self._on_host:
+            return partial(self._in_parts, held, decays)
+        return self._change.get((tensor for tensors in held for tensor in tensors), lambda: self._adam(held, decays))
+
+    def _in_parts(self, held: Sequence[AdamTensors], decays: Sequence[bool], step: AdamStep, scale: float) -> None:
+        for tensors, decay in zip(held, decays):
+            for weight, *state, gradient in zip(*(tensor.view(-1).split(_AT_ONCE) for tensor in tensors)):
+                master, m, v = (part.to(weight.device) for part in state)
+                self._adam([AdamTensors(weight, master, m, v, gradient)], [decay])(step, scale)
+                for part, new in zip(state, (master, m, v)):
+                    part.copy_(new)
 
     def require_padding(self) -> None:
         """Raise OptimizerError unless padded vocabulary rows are +0, bit for bit, in weight, gradient, master and moments."""
+        self._refuse_padding(*self._padding())
+
+    def _padding(self) -> tuple[list[str], torch.Tensor]:
+        """What may be wrong with padded vocabulary rows, and of each whether it is, on the gradients' device."""
         gradients = self.gradients
-        for name, rows in self.real_rows.items():
-            held = {"weight": self.parameters[name], "gradient": gradients[name]}
-            held |= {kind: tensors[name] for kind in _KINDS if (tensors := getattr(self, kind))}
-            for kind, tensor in held.items():
-                if tensor[rows:].detach().contiguous().view(torch.uint8).any():
-                    raise OptimizerError(f"{kind} of {name} has a padded row at or after {rows} that is not +0: keep gradients off padding")
+        kinds = {"weight": self.parameters, "gradient": gradients, **{kind: getattr(self, kind) for kind in _KINDS}}
+        padded = {
+            f"{kind} of {name} has a padded row at or after {rows}": tensors[name].detach()[rows:]
+            for name, rows in self.real_rows.items()
+            for kind, tensors in kinds.items()
+            if tensors and rows < len(tensors[name])
+        }
+        device = next(iter(gradients.values())).device
+        found = [rows.view(torch.int16).any().to(device) for rows in padded.values()]
+        return list(padded), torch.stack(found) if found else torch.zeros(0, dtype=torch.bool)
+
+    def _refuse_padding(self, faults: Sequence[str], found: torch.Tensor) -> None:
+        for fault, present in zip(faults, found.tolist(), strict=True):
+            if present:
+                raise OptimizerError(f"{fault} that is not +0: keep gradients off padding")

@@ -19,6 +19,7 @@ import operator_cells
 import operator_products
 import operator_runs
 import operator_times
+import operator_update
 from report import Report, main
 
 OPERATORS = ("embedding", "rms_norm", "qk_norm", "det_gemm", "rope", "silu", "swiglu", "lm_head", "pack")
@@ -31,6 +32,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "repeats": operator_runs.repeats,
     "refusals": operator_runs.refusals,
     "row sums": operator_runs.planted_sum,
+    "update": operator_update.everything,
     "times": operator_times.everything,
 }
 

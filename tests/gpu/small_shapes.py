@@ -36,7 +36,7 @@ from rlk.kernels.rope import rope
 from rlk.kernels.serving import add_rms_norm, rotate_into_cache, store_kv
 from rlk.kernels.silu import silu
 from rlk.kernels.swiglu import swiglu
-from rlk.kernels.update import adam, block_squares
+from rlk.kernels.update import AdamTensors, adam, square_sums
 from rlk.rollout.sampling_device import DeviceSampler
 
 LENGTHS = (11, 16, 13, 19)
@@ -111,9 +111,12 @@ def serve() -> None:
 
 
 def update() -> None:
-    master, m, v, gradient = (torch.rand(37, 300, device="cuda") for _ in range(4))
-    adam(master.bfloat16(), master, m, v, gradient, AdamParams().step(1), scale=0.5, decays=True)
-    block_squares(torch.randn(8, 3, 700, device="cuda"), 1024)
+    """Tensors whose sizes and addresses are multiples of 16, and odd ones, among them rows with gaps."""
+    for shapes in (((37, 300), (4096,)), ((48, 320), (7, 16))):
+        states = [[torch.rand(shape, device="cuda") for _ in range(4)] for shape in shapes]
+        held = [AdamTensors(state[0].bfloat16(), *state) for state in states]
+        adam(held, [True, False])(AdamParams().step(1), 0.5)
+        square_sums([state[0][None] for state in states] + [states[0][0].unflatten(1, (4, -1)).transpose(0, 1)], 1024)()
 
 
 def place() -> None:
