@@ -132,11 +132,15 @@ def test_rows_that_are_narrow_or_cut_are_left_to_triton(monkeypatch: pytest.Monk
     assert sm90.takes_heads(heads, heads[0, 0], 512, 128)
     assert not sm90.takes_heads(heads, heads[0, 0], 513, 128)
     assert not sm90.takes_heads(heads[..., :64], heads[0, 0], 512, 128)
+    for rows in (1 << 24, (1 << 31) - sm90.HEADS):  # a thread counts them in 32 bits
+        many = torch.empty(rows, 1, 128, dtype=torch.bfloat16, device="meta")
+        assert sm90.takes_heads(many, many[0, 0], 128, 128) == (rows == 1 << 24)
 
 
 def test_the_kernel_id_is_declared_and_covers_the_source(tmp_path: Path) -> None:
     assert re.fullmatch(r"cuda:rms_norm:[0-9a-f]{12}", sm90.SOURCE.kernel_id)
     assert declared_kernels()[sm90.SOURCE.kernel_id] == ("rms_norm", "qk_norm")
-    changed = tmp_path / "sm90.cu.h"
-    changed.write_text(sm90.SOURCE.files[0].read_text() + "\n")
-    assert CudaSource("rms_norm", changed, *sm90.SOURCE.files[1:]).kernel_id != sm90.SOURCE.kernel_id
+    files, changed = sm90.SOURCE.files, tmp_path / "changed"
+    for i, file in enumerate(files):
+        changed.write_text(file.read_text() + "\n")
+        assert CudaSource("rms_norm", *files[:i], changed, *files[i + 1 :]).kernel_id != sm90.SOURCE.kernel_id

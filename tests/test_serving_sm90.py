@@ -70,8 +70,8 @@ def test_a_row_is_summed_by_the_row_tree(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        ("plus(sums[i], sums[i + half])", "plus(sums[2 * i], sums[2 * i + 1])"),
-        ("plus(part[i], part[i + half])", "plus(part[2 * i], part[2 * i + 1])"),
+        ("fold<PAIRS>(sums);", "for (int i = 1; i < PAIRS; ++i) sums[0] = plus(sums[0], sums[i]);"),
+        ("fold<ROW_WARPS>(of_warp);", "for (int w = 1; w < ROW_WARPS; ++w) of_warp[0] = plus(of_warp[0], of_warp[w]);"),
         ("int other = 16; other; other /= 2", "int other = 1; other < 32; other *= 2"),
     ],
     ids=["pairs", "warps", "lanes"],
@@ -88,6 +88,7 @@ def test_only_rows_of_whole_pairs_on_a_hopper_card_come_here() -> None:
 def test_the_kernel_id_is_declared_and_covers_the_source(tmp_path: Path) -> None:
     assert re.fullmatch(r"cuda:serving:[0-9a-f]{12}", sm90.SOURCE.kernel_id)
     assert declared_kernels()[sm90.SOURCE.kernel_id] == ("rms_norm",)
-    changed = tmp_path / "sm90.cu.h"
-    changed.write_text(sm90.SOURCE.files[0].read_text() + "\n")
-    assert CudaSource("serving", changed, *sm90.SOURCE.files[1:]).kernel_id != sm90.SOURCE.kernel_id
+    files, changed = sm90.SOURCE.files, tmp_path / "changed"
+    for i, file in enumerate(files):
+        changed.write_text(file.read_text() + "\n")
+        assert CudaSource("serving", *files[:i], changed, *files[i + 1 :]).kernel_id != sm90.SOURCE.kernel_id

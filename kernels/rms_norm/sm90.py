@@ -12,7 +12,8 @@ from rlk.kernels._native.cuda import CudaKernel, CudaSource, ran
 from rlk.kernels.dispatch import hopper
 
 HERE = Path(__file__).parent
-SOURCE = CudaSource("rms_norm", HERE / "sm90.cu.h", HERE / "sm90.py")
+ROWS = HERE.parent / "_native" / "rows.h"
+SOURCE = CudaSource("rms_norm", HERE / "sm90.cu.h", ROWS, HERE / "sm90.py")
 THREADS = 256
 """Of a row's block."""
 WARPS = 8
@@ -35,7 +36,7 @@ class Step(ctypes.Structure):
 def takes_heads(x: torch.Tensor, gamma: torch.Tensor, token_stride: int, head_stride: int) -> bool:
     """Whether this card has the kernel of heads, and it reads these in pairs."""
     aligned = all(number % 4 == 0 for number in (x.data_ptr(), gamma.data_ptr(), 2 * token_stride, 2 * head_stride))
-    return hopper(x.device) and x.shape[-1] == HEAD and 0 < x.numel() < HEAD << 31 - 8 and aligned
+    return hopper(x.device) and x.shape[-1] == HEAD and 0 < x.numel() // HEAD < 2**31 - HEADS and aligned
 
 
 def takes(x: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -90,4 +91,4 @@ def gain_parts(op: str, x: torch.Tensor, dy: torch.Tensor, eps: float, index: to
 @functools.cache
 def _kernel(name: str, device: torch.device, width: int) -> CudaKernel:
     threads, shared = (32 * WARPS, 2 * 8 * 32 * WARPS) if name == "gain_leaves" else (THREADS, 2 * 8 * THREADS)
-    return CudaKernel(SOURCE.compiled(definitions(width), {}), name, device, threads, shared)
+    return CudaKernel(SOURCE.compiled(definitions(width), {ROWS.name: ROWS.read_text()}), name, device, threads, shared)

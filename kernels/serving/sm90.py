@@ -12,7 +12,8 @@ from rlk.kernels._native.cuda import CudaKernel, CudaSource, ran
 from rlk.kernels.dispatch import hopper
 
 HERE = Path(__file__).parent
-SOURCE = CudaSource("serving", HERE / "sm90.cu.h", HERE / "sm90.py")
+ROWS = HERE.parent / "_native" / "rows.h"
+SOURCE = CudaSource("serving", HERE / "sm90.cu.h", ROWS, HERE / "sm90.py")
 THREADS = 256
 WIDEST = 8192
 
@@ -50,4 +51,4 @@ def add_rms_norm(x: torch.Tensor, y: torch.Tensor, gamma: torch.Tensor, eps: flo
 
 @functools.cache
 def _kernel(device: torch.device, width: int) -> CudaKernel:
-    return CudaKernel(SOURCE.compiled(definitions(width), {}), "add_norm", device, THREADS, 8 * THREADS)
+    return CudaKernel(SOURCE.compiled(definitions(width), {ROWS.name: ROWS.read_text()}), "add_norm", device, THREADS, 8 * THREADS)
