@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from rlk.kernels._triton.numerics import exp2, row_tree, with_quiet_nan
-from rlk.kernels.attention.triton_forward import MINUS_INFINITY, describe, find_block
+from rlk.kernels.attention.triton_forward import MINUS_INFINITY, describe, find_block, load_both, states_of
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -50,13 +50,7 @@ def add_keys(
         key = start + tl.arange(0, BLOCK_N)
         k_at = k + (key.to(tl.int64) * k_row_stride)[:, None] + d[None, :]
         v_at = v + (key.to(tl.int64) * v_row_stride)[:, None] + d[None, :]
-        if MASKED or DIM != BLOCK_D:
-            live = (key < high)[:, None] & (d < DIM)[None, :]
-            keys = tl.load(k_at, mask=live, other=0.0)
-            values = tl.load(v_at, mask=live, other=0.0)
-        else:
-            keys = tl.load(k_at)
-            values = tl.load(v_at)
+        keys, values = load_both(k_at, v_at, (key < high)[:, None] & (d < DIM)[None, :], MASKED or DIM != BLOCK_D)
         t = tl.dot(queries, tl.trans(keys)) * c
         if MASKED:
             t = tl.where(key[None, :] <= positions[:, None], t, MINUS_INFINITY)
@@ -81,12 +75,8 @@ def attention_query_gradient(
     row, rows, position, other, _ = describe(segments, segments, tokens, segment, KIND)
     if (offset < 0) | (offset >= rows):
         return
-    state = tl.arange(0, BLOCK_M)
-    place = offset + state // GROUP
-    real = (state < STEP * GROUP) & (place < rows)
+    place, at, head, real = states_of(row, rows, offset, kv_head, GROUP, BLOCK_M)
     positions = position + place
-    at = (row + place).to(tl.int64)
-    head = kv_head * GROUP + state % GROUP
     d = tl.arange(0, BLOCK_D)
     inside = real[:, None] & (d < DIM)[None, :]
     queries = tl.load(q + (at * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)

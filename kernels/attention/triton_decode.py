@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from rlk.kernels._triton.numerics import exp2
-from rlk.kernels.attention.triton_forward import MINUS_INFINITY, PAGED, attend_tile, finish, first_pages, join
+from rlk.kernels.attention.triton_forward import MINUS_INFINITY, PAGED, attend_tile, finish, first_pages, join, states_of
 
 MANY = tl.constexpr(32)  # split states whose maxima are read together
 AHEAD = tl.constexpr(8)  # split states whose values are
@@ -66,14 +66,17 @@ def join_splits(part_o, part_m, part_l, first, count, real, DIM: tl.constexpr, B
 
 
 @triton.jit
-def pieces_of(starts, lengths, i, count, tokens, reach, KV_SPLIT: tl.constexpr, FOLD: tl.constexpr):
-    """Pieces of work of the sequences ``i`` below ``count``: splits, one at least, or the sequence; none of a sequence without rows."""
+def work_of(starts, lengths, i, count, tokens, reach, KV_SPLIT: tl.constexpr, FOLD: tl.constexpr):
+    """(first row, rows, keys, pieces of work) of the sequences ``i``, none from ``count`` on.
+
+    Pieces are splits, one at least, or the sequence; a sequence without rows has none.
+    """
     here = i < count
     row = tl.maximum(tl.load(starts + i, mask=here, other=0).to(tl.int32), 0)
-    end = tl.minimum(tl.load(starts + i + 1, mask=here, other=0).to(tl.int32), tokens)
-    length = tl.minimum(tl.load(lengths + i, mask=here, other=0).to(tl.int32), reach)
-    pieces = tl.maximum(tl.cdiv(length, KV_SPLIT), 1) if KV_SPLIT > 0 and not FOLD else length * 0 + 1
-    return tl.where(here & (row < end), pieces, 0)
+    rows = tl.minimum(tl.load(starts + i + 1, mask=here, other=0).to(tl.int32), tokens) - row
+    length = tl.load(lengths + i, mask=here, other=0).to(tl.int32)
+    pieces = tl.maximum(tl.cdiv(tl.minimum(length, reach), KV_SPLIT), 1) if KV_SPLIT > 0 and not FOLD else length * 0 + 1
+    return row, rows, length, tl.where(rows > 0, pieces, 0)
 
 
 @triton.jit
@@ -86,12 +89,12 @@ def share(starts, lengths, count, tokens, reach, KV_SPLIT: tl.constexpr, FOLD: t
     segment, before, seen = 0, 0, 0
     total = 0
     if count == 1:
-        total = pieces_of(starts, lengths, 0, count, tokens, reach, KV_SPLIT, FOLD)
+        _, _, _, total = work_of(starts, lengths, 0, count, tokens, reach, KV_SPLIT, FOLD)
         run = tl.cdiv(total, tl.num_programs(0))
     else:
         longest = 0
         for base in range(0, count, SEARCHED):
-            pieces = pieces_of(starts, lengths, base + tl.arange(0, SEARCHED), count, tokens, reach, KV_SPLIT, FOLD)
+            _, _, _, pieces = work_of(starts, lengths, base + tl.arange(0, SEARCHED), count, tokens, reach, KV_SPLIT, FOLD)
             total += tl.sum(pieces, 0)
             longest = tl.maximum(longest, tl.max(pieces, 0))
         run = tl.cdiv(total, tl.num_programs(0))
@@ -100,7 +103,7 @@ def share(starts, lengths, count, tokens, reach, KV_SPLIT: tl.constexpr, FOLD: t
     piece = tl.program_id(0) * run
     if (count > 1) & (piece < total):
         for base in range(0, count, SEARCHED):
-            pieces = pieces_of(starts, lengths, base + tl.arange(0, SEARCHED), count, tokens, reach, KV_SPLIT, FOLD)
+            _, _, _, pieces = work_of(starts, lengths, base + tl.arange(0, SEARCHED), count, tokens, reach, KV_SPLIT, FOLD)
             ends = seen + tl.cumsum(pieces, 0)
             passed = (ends <= piece) & (base + tl.arange(0, SEARCHED) < count)
             segment += tl.sum(passed.to(tl.int32), 0)
@@ -133,23 +136,16 @@ def attention_decode(
     kv_heads = tl.num_programs(1)
     k += kv_head * k_head_stride
     v += kv_head * v_head_stride
-    state = tl.arange(0, BLOCK_M)
-    head = kv_head * GROUP + state % GROUP
     d = tl.arange(0, BLOCK_D)
     part_m = part + tokens.to(tl.int64) * (kv_heads * GROUP) * splits * DIM
     part_l = part_m + tokens.to(tl.int64) * (kv_heads * GROUP) * splits
     run, piece, last, segment, before = share(starts, lengths, count, tokens, reach, KV_SPLIT, FOLD, SEARCHED)
     while piece < last:
-        row = tl.maximum(tl.load(starts + segment).to(tl.int32), 0)
-        rows = tl.minimum(tl.load(starts + segment + 1).to(tl.int32), tokens) - row
-        length = tl.load(lengths + segment).to(tl.int32)
-        pieces = pieces_of(starts, lengths, segment, count, tokens, reach, KV_SPLIT, FOLD)
+        row, rows, length, pieces = work_of(starts, lengths, segment, count, tokens, reach, KV_SPLIT, FOLD)
         pages = table + segment.to(tl.int64) * table_stride
         for offset in range(0, rows, STEP):
-            place = offset + state // GROUP
-            real = (state < STEP * GROUP) & (place < rows)
+            place, at, head, real = states_of(row, rows, offset, kv_head, GROUP, BLOCK_M)
             positions = length - rows + place
-            at = (row + place).to(tl.int64)
             inside = real[:, None] & (d < DIM)[None, :]
             end = tl.minimum(length - rows + tl.minimum(offset + STEP, rows), reach)  # keys that the last row sees
             span = KV_SPLIT if KV_SPLIT > 0 else tl.maximum(end, 1)

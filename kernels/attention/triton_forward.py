@@ -66,6 +66,24 @@ def describe(segments, lengths, tokens, segment, KIND: tl.constexpr):
 
 
 @triton.jit
+def states_of(row, rows, offset, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(place in the segment, row, head, whether there is one) of each state of the block that begins at place ``offset``."""
+    state = tl.arange(0, BLOCK_M)
+    place = offset + state // GROUP
+    real = (state < BLOCK_M // GROUP * GROUP) & (place < rows)
+    return place, (row + place).to(tl.int64), kv_head * GROUP + state % GROUP, real
+
+
+@triton.jit
+def load_both(k_at, v_at, live, PARTIAL: tl.constexpr):
+    """Keys and values; PARTIAL: +0 where not ``live``."""
+    if PARTIAL:
+        return tl.load(k_at, mask=live, other=0.0), tl.load(v_at, mask=live, other=0.0)
+    else:  # noqa: RET505
+        return tl.load(k_at), tl.load(v_at)
+
+
+@triton.jit
 def join(m, s, o, part_m, part_l, part_o):
     """State of an earlier and a later range of keys. An empty one (m = -inf, s = o = 0) leaves the other's values alone. No FMA."""
     top = tl.maximum(m, part_m)
@@ -123,13 +141,8 @@ def attend_tile(
     else:
         k_at = k + (key.to(tl.int64) * k_row_stride)[:, None] + d[None, :]
         v_at = v + (key.to(tl.int64) * v_row_stride)[:, None] + d[None, :]
-    if MASKED or DIM != BLOCK_D:
-        live = ((key < high) & (key < start + KV_TILE))[:, None] & (d < DIM)[None, :]
-        keys = tl.load(k_at, mask=live, other=0.0)
-        values = tl.load(v_at, mask=live, other=0.0)
-    else:
-        keys = tl.load(k_at)
-        values = tl.load(v_at)
+    live = ((key < high) & (key < start + KV_TILE))[:, None] & (d < DIM)[None, :]
+    keys, values = load_both(k_at, v_at, live, MASKED or DIM != BLOCK_D)
     t = tl.dot(q, tl.trans(keys)) * c
     if MASKED:
         sees = (key[None, :] <= positions[:, None]) & (key < start + KV_TILE)[None, :]
@@ -179,16 +192,11 @@ def attention_forward(
     row, rows, position, other, length = describe(segments, lengths, tokens, segment, KIND)
     if (offset < 0) | (offset >= rows):
         return
-    state = tl.arange(0, BLOCK_M)
-    place = offset + state // GROUP
-    real = (state < STEP * GROUP) & (place < rows)
+    place, at, head, real = states_of(row, rows, offset, kv_head, GROUP, BLOCK_M)
     positions = position + place
-    at = (row + place).to(tl.int64)
-    head = kv_head * GROUP + state % GROUP
     d = tl.arange(0, BLOCK_D)
-    queries = tl.load(
-        q + (at * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0
-    )  # fmt: skip
+    inside = real[:, None] & (d < DIM)[None, :]
+    queries = tl.load(q + (at * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
     k += kv_head * k_head_stride + other.to(tl.int64) * k_row_stride if KIND != PAGED else kv_head * k_head_stride
     v += kv_head * v_head_stride + other.to(tl.int64) * v_row_stride if KIND != PAGED else kv_head * v_head_stride
     table += segment.to(tl.int64) * table_stride
@@ -222,12 +230,12 @@ def attention_forward(
             total_m, total_l, total_o = join(total_m, total_l, total_o, m, sums, o)
         else:
             slot = (at * heads + head) * splits + split
-            tl.store(part_o + slot[:, None] * DIM + d[None, :], o, mask=real[:, None] & (d < DIM)[None, :])
+            tl.store(part_o + slot[:, None] * DIM + d[None, :], o, mask=inside)
             tl.store(part_m + slot, m, mask=real)
             tl.store(part_l + slot, sums, mask=real)
     if FOLD:
         result = at * heads + head
-        tl.store(out + result[:, None] * DIM + d[None, :], finish(total_l, total_o), mask=real[:, None] & (d < DIM)[None, :])
+        tl.store(out + result[:, None] * DIM + d[None, :], finish(total_l, total_o), mask=inside)
         if STORE_LSE:
             tl.store(lse2 + result, total_m + log2(total_l), mask=real)
 

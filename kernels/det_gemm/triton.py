@@ -337,11 +337,9 @@ def weight_grad(
     describable = rows * dy.element_size() % 16 == 0 and columns * x.element_size() % 16 == 0
     out = x.new_empty(rows, columns, dtype=torch.float32) if out is None else out
     if not tile and sm90_tokens.takes(x, dy, offsets.numel() - 1):
-        if sm90_tokens.short_runs(index, x.shape[0]):
+        if gathered := sm90_tokens.short_runs(index, x.shape[0]):
             x, dy = (_gathered(source, index, offsets, 1)[: index.numel()] for source in (x, dy))
-            sm90_tokens.weight_grad(op, x, dy, None, offsets, out)
-        else:
-            sm90_tokens.weight_grad(op, x, dy, index, offsets, out)
+        sm90_tokens.weight_grad(op, x, dy, None if gathered else index, offsets, out)
         return out
     tile = tile or token_tile(platform(), describable)
     programs, desks, shape = _going_on(out, tile, offsets.numel() - 1)
