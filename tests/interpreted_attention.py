@@ -188,9 +188,6 @@ def score(vocab: int, padded: int, shards: int, tile: int, hidden: int) -> None:
         some = range(3, vocab + 1)
         pieces = fused.batch_invariant_logp_weight_grad(h, w, *arguments, own_lse, seed, index, offsets, vocab, tile, some)
         same(f"head dw, {name}", pieces, dw[some.start : some.stop], 1e-1)
-        both = fused.batch_invariant_logp_gradients(h, w, *arguments, own_lse, seed, index, offsets, vocab, padded, shards, tile)
-        for what, found, expected in zip(("dh", "dw"), both, (dh, dw), strict=True):
-            same(f"head {what} of both, {name}", found, expected, 1e-1)
     assert bool(logp.run_logp(logits, ids.clamp(min=0), torch.zeros(rows), None, None, *sizes)[0].isnan().all()), "T = 0 must give NaN"
     assert bool(logp.run_logp(logits, ids * 0 + vocab, torch.ones(rows), None, None, *sizes)[0].isnan().all()), "padding must give NaN"
 

@@ -26,10 +26,6 @@ _WEIGHT_GRAD: Backends = {
     "cpu": cpu.batch_invariant_logp_weight_grad,
     "triton": from_triton("batch_invariant_logp", "batch_invariant_logp_weight_grad"),
 }
-_GRADIENTS: Backends = {
-    "cpu": cpu.batch_invariant_logp_gradients,
-    "triton": from_triton("batch_invariant_logp", "batch_invariant_logp_gradients"),
-}
 
 
 def batch_invariant_logp(
@@ -113,7 +109,11 @@ def batch_invariant_logp_weight_grad(
     """
     op = f"{OP}_weight_grad"
     require_vocabulary(op, w.shape[0], vocab_size, max(vocab_size, w.shape[0]), 1, vocab_tile)
-    _require_gradients(op, h, w, vocab_size, ids, temperature, support, active, lse, seed)
+    check_product(op, h, w, 1, 1)
+    require_rows(op, h.shape[0], w.shape[0], vocab_size, ids, temperature, support, active)
+    for name, tensor in (("lse", lse), ("seed", seed)):
+        if tensor.shape != h.shape[:1] or tensor.dtype != torch.float32:
+            raise ValueError(f"{op}: {name} {tuple(tensor.shape)} {tensor.dtype} must be [{h.shape[0]}] float32")
     rows = range(w.shape[0]) if wanted is None else wanted
     if rows.step != 1 or not 0 <= rows.start <= rows.stop <= w.shape[0]:
         raise ValueError(f"{op}: wanted {rows} must be consecutive rows of the {w.shape[0]} of w")
@@ -124,49 +124,3 @@ def batch_invariant_logp_weight_grad(
         h, w, ids, temperature, support, active, lse, seed, leaf_index, leaf_offsets, vocab_size, vocab_tile, rows
     )  # fmt: skip
     return dw
-
-
-def batch_invariant_logp_gradients(
-    h: torch.Tensor,
-    w: torch.Tensor,
-    ids: torch.Tensor,
-    temperature: torch.Tensor,
-    lse: torch.Tensor,
-    seed: torch.Tensor,
-    leaf_index: torch.Tensor,
-    leaf_offsets: torch.Tensor,
-    *,
-    vocab_size: int,
-    padded_vocab: int,
-    shards: int = 8,
-    vocab_tile: int = 1024,
-    support: torch.Tensor | None = None,
-    active: torch.Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both gradients, (dh [T, H] bf16, dw [V, H] fp32), with the bytes that autograd and :func:`batch_invariant_logp_weight_grad` give.
-
-    Arguments as there. On a card the logits are computed once for both: dlogits exist for one vocabulary shard of all rows at a time, and
-    the shards' parts of dh, [shards, T, H] fp32, until the end. Raises ValueError as both do.
-    """
-    op = f"{OP}_gradients"
-    require_vocabulary(op, w.shape[0], vocab_size, padded_vocab, shards, vocab_tile)
-    _require_gradients(op, h, w, vocab_size, ids, temperature, support, active, lse, seed)
-    check_leaves(op, leaf_index, leaf_offsets, h)
-    run = select(f"{OP}.gradients", _GRADIENTS, backend, h.device)
-    dh, dw = run(
-        h, w, ids, temperature, for_device(support, w.shape[0]), active, lse, seed, leaf_index, leaf_offsets, vocab_size, padded_vocab,
-        shards, vocab_tile,
-    )  # fmt: skip
-    return dh, dw
-
-
-def _require_gradients(
-    op: str, h: torch.Tensor, w: torch.Tensor, vocab_size: int, ids: torch.Tensor, temperature: torch.Tensor,
-    support: torch.Tensor | None, active: torch.Tensor | None, lse: torch.Tensor, seed: torch.Tensor,
-) -> None:  # fmt: skip
-    check_product(op, h, w, 1, 1)
-    require_rows(op, h.shape[0], w.shape[0], vocab_size, ids, temperature, support, active)
-    for name, tensor in (("lse", lse), ("seed", seed)):
-        if tensor.shape != h.shape[:1] or tensor.dtype != torch.float32:
-            raise ValueError(f"{op}: {name} {tuple(tensor.shape)} {tensor.dtype} must be [{h.shape[0]}] float32")

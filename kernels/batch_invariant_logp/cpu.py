@@ -133,13 +133,3 @@ def batch_invariant_logp_weight_grad(
         dlogits = _slopes(op, rows, w, columns, lse, seed)
         dw[first - wanted.start : columns.stop - wanted.start] = weight_grad(op, rows.h, dlogits, index, offsets)
     return dw
-
-
-def batch_invariant_logp_gradients(
-    h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None,
-    active: torch.Tensor | None, lse: torch.Tensor, seed: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor,
-    vocab_size: int, padded_vocab: int, shards: int, vocab_tile: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    of_rows = h, w, ids, temperature, support, active, lse, seed
-    dh: torch.Tensor = torch.ops.rlk.batch_invariant_logp_input_grad(*of_rows, vocab_size, padded_vocab, shards)
-    return dh, batch_invariant_logp_weight_grad(*of_rows, index, offsets, vocab_size, vocab_tile, range(len(w)))

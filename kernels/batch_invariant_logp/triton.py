@@ -97,29 +97,6 @@ def batch_invariant_logp_weight_grad(
     return dw
 
 
-def batch_invariant_logp_gradients(
-    h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, support: torch.Tensor | None,
-    active: torch.Tensor | None, lse: torch.Tensor, seed: torch.Tensor, index: torch.Tensor, offsets: torch.Tensor,
-    vocab_size: int, padded_vocab: int, shards: int, vocab_tile: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    op, limit = f"{OP}.input_grad", min(vocab_size, len(w))
-    parts = torch.zeros((shards, *h.shape), dtype=torch.float32, device=h.device)
-    dh, dw = h.new_empty(h.shape), h.new_empty(w.shape, dtype=torch.float32)
-    dw[limit:] = 0
-    for s, shard in enumerate(_shards(limit, padded_vocab, shards)):
-        if shard:
-            real = slice(shard.start, shard.stop)
-            dlogits = h.new_empty(len(h), len(shard))
-            for piece in _pieces(len(h), ROWS):
-                rows = _at(op, piece, limit, ids, temperature, support, active)
-                logits = product(op, h[piece], w[real], 1, torch.float32)
-                rows.slopes(logits, shard.start, lse[piece], seed[piece], torch.bfloat16, out=dlogits[piece])
-            parts[s] = input_grad(op, dlogits, w[real], 1, torch.float32)
-            weight_grad(f"{OP}.weight_grad", h, dlogits, index, offsets, out=dw[real])
-    fold_leaves(SOURCE, parts, dh)
-    return dh, dw
-
-
 def examples() -> None:
     """Calls for the ahead-of-time harness: Qwen3-8B's head; its kernels are det_gemm's and logp's, and the join of shards."""
     with torch.device("meta"):

@@ -252,13 +252,11 @@ class Rows:
             )  # fmt: skip
 
     def slopes(
-        self, logits: torch.Tensor, first: int, lse: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype, block: int = SLOPES,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """dlogits of ``logits`` [rows, columns from ``first`` on] in ``dtype``, fp32 or bf16, or in a contiguous ``out``; +0 beyond the
-        limit."""
+        self, logits: torch.Tensor, first: int, lse: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype, block: int = SLOPES
+    ) -> torch.Tensor:
+        """dlogits of ``logits`` [rows, columns from ``first`` on] in ``dtype``, fp32 or bf16; +0 beyond the limit."""
         rows, columns = logits.shape
-        dlogits = logits.new_empty(logits.shape, dtype=dtype) if out is None else out
+        dlogits = logits.new_empty(logits.shape, dtype=dtype)
         if rows and columns:
             support, active, support_stride = self._masks()
             SOURCE.launch(

@@ -17,7 +17,6 @@ from report import Report, graphed, main
 from rlk.contract.topology import token_leaves
 from rlk.kernels.batch_invariant_logp import (
     batch_invariant_logp,
-    batch_invariant_logp_gradients,
     batch_invariant_logp_weight_grad,
     batch_invariant_logp_with_lse,
 )
@@ -177,11 +176,6 @@ def fused_bytes(report: Report) -> None:
             got_dw = batch_invariant_logp_weight_grad(
                 h, w, r.ids, r.temperature, got_lse, r.seed, index, starts, vocab_size=VOCAB, support=support, active=mask
             )
-            both = batch_invariant_logp_gradients(
-                h, w, r.ids, r.temperature, got_lse, r.seed, index, starts, **SIZES, support=support, active=mask
-            )
-            for what, a, b in (("dh of both", both[0], dh), ("dw of both", both[1], dw)):
-                report.same(f"fused = lm_head and logp, {name}", f"{what} {at_once} rows", a, b)
             for what, a, b in (("logp", got, out), ("lse", got_lse, lse), ("dh", got_dh, dh), ("dw", got_dw, dw)):
                 report.same(f"fused = lm_head and logp, {name}", f"{what} {at_once} rows", a.detach(), b.detach())
         fused.ROWS, fused.LOGITS = 2048, 1 << 25

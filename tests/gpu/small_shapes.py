@@ -23,7 +23,7 @@ from rlk.contract.update import AdamParams
 from rlk.kernels.attention import attention, paged_attention
 from rlk.kernels.attention.vendor_library import BLOCK
 from rlk.kernels.attention.vendor_rows import place_rows
-from rlk.kernels.batch_invariant_logp import batch_invariant_logp_gradients, batch_invariant_logp_weight_grad, batch_invariant_logp_with_lse
+from rlk.kernels.batch_invariant_logp import batch_invariant_logp_weight_grad, batch_invariant_logp_with_lse
 from rlk.kernels.det_gemm import det_gemm, det_gemm_weight_grad, sm90, sm90_plans, sm90_tokens
 from rlk.kernels.dispatch import readback
 from rlk.kernels.embedding import embedding, embedding_weight_grad
@@ -155,10 +155,6 @@ def score(tokens: int, vocab: int, padded: int, hidden: int, supported: bool) ->
     out.backward(seed)
     batch_invariant_logp_weight_grad(
         h.detach(), w, ids, temperature, lse, seed, *leaves((tokens,)), vocab_size=vocab, support=support, active=active
-    )  # fmt: skip
-    batch_invariant_logp_gradients(
-        h.detach(), w, ids, temperature, lse, seed, *leaves((tokens,)), vocab_size=vocab, padded_vocab=padded, support=support,
-        active=active,
     )  # fmt: skip
 
 
