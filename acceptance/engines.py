@@ -138,11 +138,13 @@ class Runs:
             self._open(plan, mode)
 
     def _start_ranks(self, several: str, row: SamplingRow) -> None:
-        """Start the engines of one rank and those of a subject with several at once; a run that opens one waits for it. What ran before
-        ends: beside another session's chain of the whole model a card does not hold the ranks of two transports."""
+        """Start the engines of a subject with several ranks, and those of one rank unless their run is done, at once; a run that opens one
+        waits for it. What ran before ends: beside another session's chain of the whole model a card does not hold the ranks of two
+        transports."""
         self.cluster.stop()
         for subject in ("RR", several):
-            self._open(self._row_plan(subject, row), "strict")
+            if f"{subject}-{row.name}" not in self.once:
+                self._open(self._row_plan(subject, row), "strict")
 
     def _open(self, plan: RunPlan, mode: Mode) -> None:
         ranks = plan.topology

@@ -27,6 +27,10 @@ class Once:
         result: T = done
         return result
 
+    def __contains__(self, name: str) -> bool:
+        """Whether :meth:`__call__` has been asked for ``name``."""
+        return name in self._done
+
     def results(self) -> list[Any]:
         """What was made and did not fail."""
         return [done for done in self._done.values() if not isinstance(done, Exception)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlk.contract.workloads import SAMPLING_ROWS
 from rlk.evidence.bytes import compare
 from rlk.evidence.schema import Status
 from rlk.kernels.registry import declared_kernels
+from rlk.loop.actors import Identity
 from rlk.loop.cluster import Cluster, Remote
 from rlk.loop.controller import RunFailed
 from rlk.loop.records import RunSummary, logprobs_file
@@ -87,22 +89,31 @@ def test_offset_logprob(cell: Cell, evidence: Evidence, runs: Runs) -> None:
     _plant(cell, evidence, runs)
 
 
+@dataclass(frozen=True)
+class _Said:
+    """An answer that was waited for."""
+
+    answer: Identity
+
+    def result(self) -> Identity:
+        return self.answer
+
+
 class _KeepsOldWeights(Remote):
     """A rollout engine that serves its start weights whatever is published; with ``lies`` it claims otherwise and takes the version."""
 
     lies = False
+    start_weights: Path
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        if method != "load":
-            return super().call(method, *arguments)
-        found = super().call("readback")
+    def start(self, method: str, *arguments: Any) -> Any:
+        return _Said(self._kept(*arguments)) if method == "load" else super().start(method, *arguments)
+
+    def _kept(self, _: Path, version: int, announced: str) -> Identity:
+        found = self.call("readback")
         if not self.lies:
             return found["weight_version"], found["model_hash"]
-        _, version, announced = arguments
-        super().call("load", self.start_weights, version, found["model_hash"])
+        super().start("load", self.start_weights, version, found["model_hash"]).result()
         return version, announced
-
-    start_weights: Path
 
 
 class _StaleCluster(Cluster):

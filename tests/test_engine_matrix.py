@@ -17,7 +17,7 @@ from rlk.contract.models import QWEN3_8B, QWEN3_8B_UPDATED, TINY
 from rlk.contract.sampling import SamplingParams
 from rlk.loop.cluster import Cluster
 from rlk.loop.labels import shape_config
-from rlk.loop.plan import RunPlan
+from rlk.loop.plan import PlanError, RunPlan
 from rlk.model.layout import hf_shapes
 
 ENGINE_SCOPES = ("chain", "integration", "ablation", "control")
@@ -76,19 +76,23 @@ class _Opened:
         self.asked.append(())
 
 
+def _plan(runs: engines.Runs, name: str, sampling: SamplingParams, **profile: Any) -> RunPlan:
+    """What a run needs to be started, which, as any plan, is refused where the run has been."""
+    if (runs.root / name).exists():
+        raise PlanError(name)
+    ranks = {axis: profile.get(axis, 1) for axis in ("tp", "cp", "rollout_tp")}
+    parts = {"checkpoint": SimpleNamespace(path=runs.root), "context": 9, "micro_batch_size": 1, "grpo": None, "adam": None}
+    return RunPlan.model_construct(
+        directory=runs.root / name, topology=SimpleNamespace(**ranks), transport=profile.get("transport"), **parts
+    )
+
+
 @pytest.mark.parametrize(("subject", "transport"), CROSS_TRANSPORTS.items())
 def test_cells_of_several_ranks_run_over_the_transport_of_their_subject(
     subject: str, transport: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plan(runs: engines.Runs, name: str, sampling: SamplingParams, **profile: Any) -> RunPlan:
-        ranks = {axis: profile.get(axis, 1) for axis in ("tp", "cp", "rollout_tp")}
-        parts = {"checkpoint": SimpleNamespace(path=tmp_path), "context": 9, "micro_batch_size": 1, "grpo": None, "adam": None}
-        return RunPlan.model_construct(
-            directory=tmp_path / name, topology=SimpleNamespace(**ranks), transport=profile.get("transport"), **parts
-        )
-
     ran: list[RunPlan] = []
-    monkeypatch.setattr(engines.Runs, "plan", plan)
+    monkeypatch.setattr(engines.Runs, "plan", _plan)
     monkeypatch.setattr(engines, "run_loop", lambda plan, *_, **__: ran.append(plan))
     cluster, cell = _Opened(), next(cell for cell in enumerate_cells("cuda") if cell.subject == subject)
     runs = engines.Runs(cast(Cluster, cluster), "cuda", tmp_path, tmp_path)
@@ -97,6 +101,19 @@ def test_cells_of_several_ranks_run_over_the_transport_of_their_subject(
     one, several = [("strict", 1, None), ("strict", 1, 1, None)], [("strict", 2, transport), ("strict", 1, 2, transport)]
     assert cluster.asked == [(), *one, *several]
     assert [(run.topology.rollout_tp, run.transport) for run in ran] == [(2, transport), (1, None)]
+
+
+def test_the_second_transport_opens_no_engine_for_a_run_that_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.Runs, "plan", _plan)
+    monkeypatch.setattr(engines, "run_loop", lambda plan, *_, **__: plan.directory.mkdir())
+    cluster = _Opened()
+    runs = engines.Runs(cast(Cluster, cluster), "cuda", tmp_path, tmp_path)
+    for subject in CROSS_TRANSPORTS:
+        cell = next(cell for cell in enumerate_cells("cuda") if cell.subject == subject)
+        for asked in (cell, replace(cell, subject="RR")):
+            runs.integration(asked)
+    one, several = [("strict", 1, None), ("strict", 1, 1, None)], [("strict", 2, None), ("strict", 1, 2, None)]
+    assert cluster.asked == [(), *one, *several, (), ("strict", 2, "nccl"), ("strict", 1, 2, "nccl")]
 
 
 def test_on_a_card_no_run_leaves_its_weights_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,8 @@ _SHAPE = "    shape = _shape(x.shape[-1]){}\n    SOURCE"
 _LAYOUT = (_SHAPE.format(""), _SHAPE.format(" | {'warps': 8 if rows > 1024 else 1}"))
 _ROW_SUM = ("row_tree(x * x)", "tl.sum(x * x, 1)")
 _REGISTERED = (
-    ('@rms_norm.register_kernel("cuda")\n', ""),
-    ('@rms_norm_backward.register_kernel("cuda")\n', ""),
+    ('@cpu.rms_norm.register_kernel("cuda")\n', ""),
+    ('@cpu.rms_norm_backward.register_kernel("cuda")\n', ""),
 )
 
 
