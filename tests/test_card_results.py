@@ -1,5 +1,5 @@
-"""The kept summaries of the cells on a card: one run, whose cells are green, wait for published weights or were red for a named fault of the
-harness, and what else was kept of it."""
+"""The kept summaries of the cells on a card: one run, whose cells are green, wait for published weights or were red for a named fault of
+the harness, and what else was kept of it."""
 
 from __future__ import annotations
 
