@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlk.contract.numerics import ContractError
-from rlk.loop.cluster import trainer_places
+from rlk.loop.cluster import ClusterError, trainer_places
 from rlk.loop.labels import PrepareError
 from rlk.loop.plan import PlanError, RunPlan, describe, make_plan, sample_seed, unusable_prompts
 from rlk.loop.prepare import tiny_config
@@ -157,7 +157,11 @@ def test_trainer_ranks_share_cards_evenly(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     assert trainer_places(device, ranks) == expected
     carrier, devices = expected
-    assert trainer_places(device, ranks, "nccl") == ("nccl" if carrier == "peer" else carrier, devices)
+    if carrier == "shm":
+        with pytest.raises(ClusterError, match=f"transport nccl wants a card for each of {ranks} ranks, torch sees {cards}"):
+            trainer_places(device, ranks, "nccl")
+    else:
+        assert trainer_places(device, ranks, "nccl") == ("nccl" if carrier == "peer" else carrier, devices)
 
 
 @pytest.mark.parametrize(("device", "cards"), [("cpu", 0), ("cuda", 1)])

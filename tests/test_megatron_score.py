@@ -303,6 +303,8 @@ def test_a_busy_port_is_one_line() -> None:
 def test_another_topology_in_one_process_is_refused(trainer: MegatronTrainer) -> None:
     with pytest.raises(process.ProcessGroupError, match="start another process"):
         process.start(topology=Topology(tp=2), port=1)
+    with pytest.raises(process.ProcessGroupError, match="over gloo: start another process"):
+        process.start(port=1, transport="shm")
 
 
 def test_a_process_that_vllm_has_patched_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def answers(found: Sequence[tuple[str, ...] | RunFailed], took: float = 1.0) -> 
         hashes = next(left)
         if isinstance(hashes, RunFailed):
             raise hashes
-        updates = [{"seconds": {"step": took * (1 + plan), "of it evidence": 0.25, "score": 0.5}, "tokens": 8}]
+        updates = [{"seconds": {"step": took * (1 + plan), "score": 0.5}, "tokens": 8}]
         return SimpleNamespace(model_hashes=hashes), {"start_s": 1.0, "updates": updates, "tokens that differ": [0]}
 
     return run
@@ -60,7 +60,6 @@ def test_runs_take_turns_and_the_table_has_their_ratio(step: Any, monkeypatch: p
     assert not result["failed"]
     lines = step.table(result).splitlines()
     assert lines[2] == "| step | 1.000 (1.000–1.000) | 2.000 (2.000–2.000) | 0.50 |"
-    assert lines[-1] == "| step, against one without evidence | 1.000 | 1.750 | 0.57 |"
 
 
 def test_strict_runs_that_leave_other_weights_or_fail_are_red(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:

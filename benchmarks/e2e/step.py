@@ -5,9 +5,8 @@
 
 A step is one update of ``rlk run``: generate, score, compare, score under the reference, update, publish, load. Each run starts its own
 engines; its first update warms them up and is not timed. Both modes draw at temperature 1 from all tokens, since the stock engine hands
-over no retained ids, and both leave the same evidence: hashes of gradients and weights, compared logprobs. What of it was timed apart is
-shown as a part, so that strict can also be set against native without it. Strict runs are judged by the loop (one differing byte ends
-one) and must leave equal weights, whatever their ranks. Where they do not, no time is shown.
+over no retained ids, and both leave the same evidence: hashes of gradients and weights, compared logprobs. Strict runs are judged by the
+loop (one differing byte ends one) and must leave equal weights, whatever their ranks. Where they do not, no time is shown.
 
 Native is the loop's: Megatron-core as it comes, with an attention that writes every score to memory, one sample at a time, and Adam of
 torch operation by operation; ``training.py`` has the same trainer with fused attention and AdamW. It runs on one rank only, so several
@@ -43,9 +42,7 @@ from rlk.loop.records import RunSummary, StepResult
 WARM_UP, UPDATES = 1, 2
 ROUNDS = 3
 STRICT = "strict"
-EVIDENCE = ("compare", "train gradient hashes", "train model hash", "rollout hash")
-"""Phases and parts that only prove: the comparison, and hashes of what both engines hold. Hashes of files are parts of what moves them."""
-STEP, PROOF = "step", "of it evidence"
+STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -101,9 +98,7 @@ def run(plan: RunPlan, work: Work, patience: float) -> tuple[RunSummary, dict[st
             cluster.stop()
     updates = []
     for step, (began, ended) in list(zip(summary.steps, pairwise(times.seen), strict=True))[WARM_UP:]:
-        held = {**step.timings_s, **step.parts_s}
-        proof = sum(held.get(name, 0.0) for name in EVIDENCE)
-        updates.append({"seconds": {STEP: ended - began, PROOF: proof, **held}, "tokens": step.logprob.elements})
+        updates.append({"seconds": {STEP: ended - began, **step.timings_s, **step.parts_s}, "tokens": step.logprob.elements})
     differ = [step.logprob.mismatched_elements for step in summary.steps]
     return summary, {"start_s": times.seen[0] - times.began, "updates": updates, "tokens that differ": differ}
 
@@ -159,10 +154,6 @@ def table(result: Mapping[str, Any]) -> str:
         cells = ["{:.3f} ({:.3f}–{:.3f})".format(*held[name]) if name in held else "" for held in (first, second)]
         ratio = f"{first[name][0] / second[name][0]:.2f}" if name in first and second.get(name, (0.0,))[0] else ""
         lines.append(f"| {name} | {' | '.join(cells)} | {ratio} |")
-    if not second:
-        return "\n".join(lines)
-    bare = second[STEP][0] - second[PROOF][0]
-    lines.append(f"| step, against one without evidence | {first[STEP][0]:.3f} | {bare:.3f} | {first[STEP][0] / bare:.2f} |")
     return "\n".join(lines)
 
 

@@ -183,6 +183,7 @@ class TrainActor(_Process):
                 checkpoint, mode=self._mode, device=self._device, numerics=self._numerics, grpo=grpo, adam=adam, port=self._port,
                 tp=self._tp, cp=self._cp, rank=self._rank, transport=self._transport,
             )  # fmt: skip
+            gc.collect()
             gc.freeze()  # a full collection, which looks at all that is loaded, stops a step for a quarter of a second and more
         trainer = self._trainer
         trainer.micro_batch_size, trainer.grpo, trainer.optimizer.params = micro_batch_size, grpo, adam

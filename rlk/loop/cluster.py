@@ -257,12 +257,15 @@ def _process(mode: Mode) -> str:
 
 
 def trainer_places(device: Device, ranks: int, asked: Transport | None = None) -> tuple[Transport, list[str]]:
-    """How the ranks of a trainer exchange bytes, and the device of each. asked: what moves them if each has a card, else "peer"."""
+    """How the ranks of a trainer exchange bytes, and the device of each. asked: what moves them if each has a card; by default
+    "peer", under ROCm "nccl". Raises ClusterError if it is asked for and they have to share cards."""
     if device == "cpu" or ranks == 1:
         return "gloo", [device] * ranks
     cards = torch.cuda.device_count()
     if ranks <= cards:
-        return asked or "peer", [f"cuda:{rank}" for rank in range(ranks)]
+        return asked or ("nccl" if torch.version.hip else "peer"), [f"cuda:{rank}" for rank in range(ranks)]
+    if asked:
+        raise ClusterError(f"transport {asked} wants a card for each of {ranks} ranks, torch sees {cards}: leave it out")
     return "shm", [f"cuda:{rank * cards // ranks}" for rank in range(ranks)]
 
 

@@ -230,9 +230,11 @@ class _Run:
             published = self._publish(step, train, published_version, before, metrics)
         with clock("load"):
             loading = rollout.start("load", self._weights(published_version), published_version, published)
+            # Ranks put whole weights together to hash them: a card holds those of one engine at a time.
+            served: Identity | None = loading.result() if plan.topology.train_ranks > 1 else None
             held: Identity = train.call("identity")
             hashes = train.call("gradient_hashes")
-            served: Identity = loading.result()
+            served = served or loading.result()
         if not served == held == (published_version, published):
             raise _Stop(f"update {step}: published {(published_version, published)}, rollout serves {served}, trainer holds {held}")
         names = StepResult.model_fields.keys() & metrics.keys()

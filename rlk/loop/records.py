@@ -25,8 +25,8 @@ class StepResult(Record):
     weight_version: of the weights that generated and scored. logprob: trainer against rollout over all response tokens, by
     (sample id, position). flat_groups: groups whose rewards are all equal; empty_samples: ids without a response token; refused: sample
     id → why the rollout engine refused it. hash_before, hash_after: the trainer's model; published_version: the version of hash_after.
-    rollout, train: (version, hash) that each engine read back after the publication. timings_s: seconds by phase. parts_s: of the parts
-    that each engine's first rank timed within them, by side and part; empty in a run that timed none.
+    rollout, train: (version, hash) that each engine read back when it had taken the publication. timings_s: seconds by phase. parts_s: of
+    the parts that each engine's first rank timed within them, by side and part; empty in a run that timed none.
     """
 
     step: int

@@ -49,11 +49,10 @@ def start(
     if not inspect.isbuiltin(torch.set_num_threads):
         raise ProcessGroupError("torch.set_num_threads is replaced, as vLLM does in its own process: start the trainer in another process")
     if _parallel is not None:
-        held = _parallel.topology
-        if (_parallel.link.rank, held.tp, held.cp) != (rank, topology.tp, topology.cp):
-            raise ProcessGroupError(
-                f"this process is rank {_parallel.link.rank} of TP={held.tp}, CP={held.cp}: start another process for a new topology"
-            )
+        held, link = _parallel.topology, _parallel.link
+        if (link.rank, held.tp, held.cp, link.transport) != (rank, topology.tp, topology.cp, transport):
+            place = f"rank {link.rank} of TP={held.tp}, CP={held.cp} over {link.transport}"
+            raise ProcessGroupError(f"this process is {place}: start another process for another place")
         return _parallel
     if device.type != "cpu":
         torch.cuda.set_device(device)

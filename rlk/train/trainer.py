@@ -185,6 +185,7 @@ class MegatronTrainer:
         with link.unit("step", self._batch_note(samples, rewards, groups, old_scores, reference_scores, lr)):
             with self.clock("gradients"):
                 self._zero_gradients()
+                self._hashes = TensorHashes()  # a step that is refused has none
                 for batch in self._batches(samples):
                     self.model.accumulate(batch, partial(loss.seeds, batch))
                 summary = loss.summary()
