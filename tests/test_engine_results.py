@@ -36,6 +36,17 @@ def test_a_training_step_is_timed_beside_equal_gradients() -> None:
         assert set(row["times_ms"]) == set(row["peak_allocated"]) == set(row["busy_ms"]) == set(row["profile"])
 
 
+def test_a_whole_update_is_timed_where_no_token_differs() -> None:
+    result = read("step_h200.json")
+    assert (result["red"], result["where"]["dirty"]) == ("", False)
+    (run,) = result["arms"]["strict"]
+    assert run["tokens that differ"] == [0, 0, 0]
+    for update in run["updates"]:
+        assert update["tokens"] == result["work"]["prompts"] * result["work"]["responses"] * result["work"]["response_tokens"]
+        phases = ("generate", "score", "compare", "reference", "update", "publish", "load")
+        assert sum(update["seconds"][phase] for phase in phases) <= update["seconds"]["step"]
+
+
 def test_parts_of_a_step_are_timed_beside_equal_bytes() -> None:
     result = read("engine_steps_h200.json")
     parts = [part for part in result.values() if isinstance(part, dict) and "differ" in part]
@@ -47,7 +58,7 @@ def test_parts_of_a_step_are_timed_beside_equal_bytes() -> None:
     assert len(result["check_vllm"]["checks"]) == 20
 
 
-@pytest.mark.parametrize("name", ["engines_h200.json", "e2e_h200.json", "training_h200.json", "engine_steps_h200.json"])
+@pytest.mark.parametrize("name", ["engines_h200.json", "e2e_h200.json", "training_h200.json", "engine_steps_h200.json", "step_h200.json"])
 def test_results_name_no_place_of_the_machine(name: str) -> None:
     text = (RESULTS / name).read_text()
     assert not re.search(r'"/(tmp|root|home|dev|work)\b', text)
