@@ -9,14 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rlk.contract.numerics import ContractError, Numerics
 from rlk.contract.records import Request, Response
 from rlk.contract.topology import local_token_leaves, token_leaves, zigzag_positions
-from rlk.train.context import Context, context_of
-
-Integers = NDArray[np.int64]
+from rlk.train.context import Context, Integers, context_of
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from rlk.contract.numerics import Numerics
 from rlk.kernels.attention.context import Segment, attend, delta, key_gradient, query_gradient
 from rlk.parallel.collectives import Group
 
+Integers = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Context:
@@ -41,7 +43,7 @@ class Context:
         return result
 
 
-def context_of(lengths: Sequence[int], mine: Sequence[Sequence[int]], place: Sequence[NDArray[np.int64]], starts: Sequence[int]) -> Context:
+def context_of(lengths: Sequence[int], mine: Sequence[Sequence[int]], place: Sequence[Integers], starts: Sequence[int]) -> Context:
     """lengths: real tokens of each sample; mine: the positions this rank holds of each; place: of each sample, joined rows by position."""
     real: list[int] = []
     segments: list[Segment] = []

@@ -21,11 +21,9 @@ class NonFiniteError(ArithmeticError):
 def require_ids(samples: Sequence[Sample], vocab_size: int) -> None:
     """Raise IndexError for an id outside the vocabulary, on every rank, which holds all samples, and before a card sees it."""
     for sample in samples:
-        if min(sample.ids) >= 0 and max(sample.ids) < vocab_size:
-            continue
-        for token in sample.ids:
-            if not 0 <= token < vocab_size:
-                raise IndexError(f"sample {sample.sample_id}: id {token} is outside 0…{vocab_size - 1}: drop masked tokens")
+        if min(sample.ids) < 0 or max(sample.ids) >= vocab_size:
+            token = next(token for token in sample.ids if not 0 <= token < vocab_size)
+            raise IndexError(f"sample {sample.sample_id}: id {token} is outside 0…{vocab_size - 1}: drop masked tokens")
 
 
 class Scoring:

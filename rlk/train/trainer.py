@@ -331,7 +331,7 @@ class MegatronTrainer:
 
     def _hash_gradients(self) -> None:
         """Hand the whole main gradients to rank 0's threads while the next ones are gathered; it alone holds any, a few at a time."""
-        tp, self._hashes = self.parallel.tp, TensorHashes()
+        tp = self.parallel.tp
         for name, tensor in shards.each_whole(self.optimizer.gradients, tp) if 0 in tp.members else ():
             if self.parallel.link.rank == 0:
                 self._hashes.add(name, tensor)
